@@ -1,0 +1,29 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment in .venv with pinned versions.
+PYTHON ?= python3
+VENV   ?= .venv
+READY  := $(VENV)/.ready
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check bench-cpu clean
+
+demo: $(READY)          ## train one network three ways on real digits; table and figure
+	$(BIN)/retrograde demo
+
+test: $(READY)          ## every test
+	$(BIN)/python -m pytest
+
+check: $(READY)         ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench-cpu: $(READY)     ## step time and peak memory against checkpointing, on this machine's CPU
+	$(BIN)/python benchmarks/cpu_step.py
+
+$(READY): pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

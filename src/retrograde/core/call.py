@@ -1,0 +1,169 @@
+"""One run of one block, written down so that it can be run again to the bit.
+
+What a block computes depends on more than its input: its parameters, its extra inputs, train or eval mode, random
+numbers, autocast. A `Call` notes all of these at the first run and restores (mode, random numbers, autocast) or
+checks (parameters, extra inputs) them at every later one. Running statistics of normalisation layers move in
+the first run only: later runs work on copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+from .errors import ReplayError
+from .graph import Read
+from .verify import checksum
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+Versions = list[tuple[Tensor, int]]
+
+
+class Extra:
+    """The inputs that every block of a network gets besides x."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+    def devices(self, x: Tensor) -> tuple[torch.device, ...]:
+        return tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
+
+
+class Call:
+    """A block, what it was run with, and how to run it again."""
+
+    def __init__(self, block: Callable[..., Any], extra: Extra, name: str, *, verified: bool) -> None:
+        self.block, self.extra, self.name, self.verified = block, extra, name, verified
+        self.modules = tuple(block.modules()) if isinstance(block, nn.Module) else ()
+        self.parameters = [p for m in self.modules for p in m._parameters.values() if p is not None]
+        self.training = [m.training for m in self.modules]
+        self.checksum: int | None = None
+
+    def first(self, x: Tensor, pack: Pack, unpack: Unpack) -> Any:
+        """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
+        self.requires_grad = x.requires_grad
+        self.versions = _versions(self.parameters) + _versions(self.extra.tensors)
+        buffers = _versions(b for m in self.modules if not _has_statistics(m) for b in m._buffers.values())
+        self.devices = self.extra.devices(x)
+        self.autocast = _autocast_state(x.device.type)
+        self.rng: list[Tensor] | None = _rng_state(self.devices)
+        with saved_tensors_hooks(pack, unpack):
+            y = self.block(x, *self.extra.args, **self.extra.kwargs)
+        if all(map(torch.equal, self.rng, _rng_state(self.devices))):
+            self.rng = None
+        _check_unchanged(self.versions, f"{self.name} changed a parameter or an extra input while it ran")
+        _check_unchanged(buffers, f"{self.name} changed one of its buffers while it ran")
+        if self.verified and isinstance(y, Tensor):
+            self.checksum = checksum(y)
+        return y
+
+    def again(self, x: Tensor, pack: Pack, unpack: Unpack) -> Tensor:
+        """Run the block as it was run first. x must be a fresh tensor."""
+        _check_unchanged(self.versions, f"a parameter or extra input of {self.name} was changed after its forward pass")
+        with ExitStack() as stack:
+            stack.enter_context(_modes(self.modules, self.training))
+            stack.enter_context(scratch_buffers([m for m in self.modules if _has_statistics(m)]))
+            if self.autocast != _autocast_state(x.device.type):
+                for device, enabled, dtype, cache in self.autocast:
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            if self.rng is not None:
+                stack.enter_context(_rng_restored(self.rng, self.devices))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
+            if self.requires_grad:
+                x = Read.apply(x.new_zeros((), requires_grad=True).expand(x.shape), [x])
+            y = self.block(x, *self.extra.args, **self.extra.kwargs)
+        if self.checksum is not None and checksum(y) != self.checksum:
+            raise ReplayError(
+                f"{self.name} did not repeat itself: run again in backward on the same input, it gave another output. Make it "
+                "deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
+                "torch.use_deterministic_algorithms(True)), or keep its activations with memory='store'."
+            )
+        return y.detach()
+
+
+def _versions(tensors: Any) -> Versions:
+    return [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
+
+
+def _check_unchanged(versions: Versions, problem: str) -> None:
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise ReplayError(
+                f"{problem} (a tensor of shape {tuple(tensor.shape)}), so the block cannot be run again as it was. "
+                "Change it before the forward or after the backward pass, or use memory='store'."
+            )
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether running the module moves running statistics on which its output does not depend."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+@contextmanager
+def _modes(modules: tuple[nn.Module, ...], training: list[bool]) -> Iterator[None]:
+    changed = [(m, m.training) for m, mode in zip(modules, training, strict=True) if m.training != mode]
+    for m, mode in changed:
+        m.training = not mode
+    try:
+        yield
+    finally:
+        for m, mode in changed:
+            m.training = mode
+
+
+@contextmanager
+def scratch_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """Let the modules work on copies of their buffers."""
+    originals = [(m, dict(m._buffers)) for m in modules if m._buffers]
+    for m, buffers in originals:
+        m._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for m, buffers in originals:
+            m._buffers.update(buffers)
+
+
+def _autocast_state(device: str) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache)
+        for d in sorted({"cpu", device} - {"meta"})
+    )
+
+
+def _rng_state(devices: tuple[torch.device, ...]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]
+
+
+def _set_rng_state(states: list[Tensor], devices: tuple[torch.device, ...]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def _rng_restored(states: list[Tensor], devices: tuple[torch.device, ...]) -> Iterator[None]:
+    now = _rng_state(devices)
+    _set_rng_state(states, devices)
+    try:
+        yield
+    finally:
+        _set_rng_state(now, devices)
+
+
+@contextmanager
+def rng_untouched(devices: tuple[torch.device, ...]) -> Iterator[None]:
+    """Whatever random numbers are drawn inside, the generators are left as they were."""
+    with _rng_restored(_rng_state(devices), devices):
+        yield

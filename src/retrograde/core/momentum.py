@@ -1,0 +1,144 @@
+"""The state of a momentum network as integers, one step on and one step back.
+
+    forward   v ← γ·v + gain·f(x)     x ← x + v
+    inverse   x ← x − v               v ← (v − gain·f(x)) / γ
+
+x and v are fixed-point integers and γ·v is an exactly reversible multiplication, so the inverse recovers every state
+bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from .errors import RangeOverflow
+from .fixedpoint import FixedPoint
+from .ops import ops
+from .rational import buffers, gain
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What one momentum network computes, apart from its blocks."""
+
+    gammas: tuple[Fraction, ...]
+    residual: bool  # the blocks compute x + f(x), not f(x)
+
+
+class Momentum:
+    """x, v and the information buffers of one forward pass.
+
+    Args:
+        x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
+        reversible: keep every buffer, so that the steps can be undone; otherwise only the current one.
+        overflow: "raise" at the step that leaves the range (on an accelerator: later, without waiting for the device), or
+            "nan": leave it to the caller to look at `watch`.
+    """
+
+    def __init__(
+        self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint, *, reversible: bool, overflow: str
+    ) -> None:
+        self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
+        self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
+        self.begins = buffers(recurrence.gammas)
+        self.buffers: list[Tensor | None] = []
+        self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
+        self.eager = overflow == "raise" and x0.device.type == "cpu"
+        self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
+        self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
+        self.x = self._encoded(x0)
+        self.v = torch.zeros_like(self.x)
+
+    def token(self) -> Tensor:
+        """A stand-in of the state's shape that carries gradients and holds no values."""
+        return self.blank.expand(self.shape)
+
+    def read(self) -> Tensor:
+        """x as a float."""
+        return self._like(self.dtype).copy_(self.fixed.decode(self.x, self.dtype))
+
+    def read_velocity(self) -> Tensor:
+        """v as a float."""
+        return self._like(self.dtype).copy_(self.fixed.decode(self.v, self.dtype))
+
+    def launch(self, y: Tensor, residual: bool) -> None:
+        """Set the initial velocity to y, or to y − x₀."""
+        self.v = self._encoded(y.to(self.fixed.work) - self.read().to(self.fixed.work) if residual else y)
+
+    def advance(self, k: int, y: Tensor) -> Tensor:
+        """Take step k with the block's output y; the next block's input."""
+        if k in self.begins:
+            dtype = self.begins[k]
+            self.buffers = self.buffers if self.reversible else []
+            self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
+        out = self._like(self.dtype)
+        ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), out, self.watch[k + 1])
+        self._check(k + 1)
+        return out
+
+    def pull(self) -> Tensor:
+        """First half of a step back: x; the block's input again."""
+        out = self._like(self.dtype)
+        ops.pull_(self.x, self.v, self.unit, out)
+        return out
+
+    def push(self) -> None:
+        """Undo `pull`."""
+        self.x.add_(self.v)
+
+    def retreat(self, k: int, y: Tensor) -> None:
+        """Second half of a step back: v, from the output of block k on the x that `pull` gave."""
+        ops.retreat_(self.x, self.v, self.buffers[-1], *self._step(k, y))
+        if k in self.begins:
+            self.leftover = self.buffers.pop()
+
+    def rewound(self, v0: Tensor | None) -> bool:
+        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
+        moved = self.v if v0 is None else self.v - v0
+        return not moved.any() and (self.leftover is None or not self.leftover.any())
+
+    def free(self) -> None:
+        """Let go of every tensor of the state."""
+        self.buffers, self.leftover = [], None
+        del self.x, self.v
+
+    def _like(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(self.x, dtype=dtype)
+
+    def _encoded(self, x: Tensor) -> Tensor:
+        """x as integers, dense in memory."""
+        if x.numel():
+            self.watch[0].clamp_min_(x.detach().abs().amax().float() * 2.0**self.fixed.bits)
+        self._check(0)
+        return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach()))
+
+    def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
+        gamma = self.recurrence.gammas[k]
+        scale = float(gain(gamma)) * 2.0**self.fixed.bits
+        return y.detach(), self.dtype, gamma.numerator, gamma.denominator, scale, self.unit, self.recurrence.residual
+
+    def _check(self, row: int) -> None:
+        if self.eager:
+            check_range(self.watch[row : row + 1].tolist(), self.fixed, row)
+
+
+def check_range(watch: Sequence[Sequence[float]], fixed: FixedPoint, first: int = 0) -> None:
+    """Raise if a row of `watch` (largest |v|, |x| after each step; row 0: the start) is out of range or not finite."""
+    for row, (v, x) in enumerate(watch, start=first):
+        if v <= fixed.limit and x <= fixed.limit:
+            continue
+        source = f"block {row - 1}" if row else "the input or the initial velocity"
+        if not max(v, x) < float("inf") or v != v:
+            raise RangeOverflow(
+                f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
+            )
+        raise RangeOverflow(
+            f"a value of magnitude {max(v, x) * 2.0**-fixed.bits:.4g} out of {source} is beyond ±{fixed.largest:.4g}, the range of "
+            f"fraction_bits={fixed.bits}. Pass fewer fraction_bits, or 'auto' (it calibrates anew at the next call), or look "
+            "for activations that grow without bound."
+        )

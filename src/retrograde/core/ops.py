@@ -1,0 +1,86 @@
+"""The integer steps, as operators that faster bodies can replace.
+
+    advance_   v ← γ·v + gain·f   x ← x + v       out = decode(x), the next block's input
+    pull_      x ← x − v                          out = decode(x), the same block's input again
+    retreat_   v ← (v − gain·f) / γ
+
+`pull_` then `retreat_` undo `advance_`; the block runs between them, because its input is x before the step. f is the
+block's output y, or y − x̃ where the block adds its own skip connection, x̃ being x as the block saw it (decoded to its
+dtype: from the integers, so a block that overwrites its input does no harm).
+
+The bodies here are the plain-torch definition, for any device. `retrograde.kernels` registers faster ones for
+particular devices through the same `torch.library` operators; they give the same bits.
+`watch` receives the largest |v| and |x| after the step (NaN if f was not finite), as floats, without a host sync.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .multiply import divide, multiply
+
+library = torch.library.Library("retrograde", "DEF")
+_STEP = "Tensor y, ScalarType seen, int n, int d, float scale, float unit, bool residual"
+library.define(f"advance_(Tensor(a!) x, Tensor(b!) v, Tensor(c!)? i, {_STEP}, Tensor(d!) out, Tensor(e!) watch) -> ()")
+library.define("pull_(Tensor(a!) x, Tensor v, float unit, Tensor(b!) out) -> ()")
+library.define(f"retreat_(Tensor x, Tensor(b!) v, Tensor(c!)? i, {_STEP}) -> ()")
+
+ops = torch.ops.retrograde
+
+
+def increment(x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float, residual: bool) -> Tensor:
+    """gain·f·2^bits, rounded but still a float, so that NaN and values out of range can be seen.
+
+    x is the integer state before the step; `scale` is gain·2^bits and `unit` is 2^−bits.
+    """
+    work = torch.float64 if x.dtype == torch.int64 else torch.float32
+    f = y.to(work)
+    if residual:
+        f = f - (x.to(work) * unit).to(seen).to(work)
+    return torch.round(f * scale)
+
+
+def advance_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool, out: Tensor, watch: Tensor,
+) -> None:  # fmt: skip
+    step = increment(x, y, seen, scale, unit, residual)
+    if n == 0:
+        v.zero_()
+    elif n != d:
+        assert i is not None
+        scaled, buffer = multiply(v, i, n, d)
+        v.copy_(scaled)
+        i.copy_(buffer)
+    exact = v.double() + step.double()
+    v.add_(step.to(v.dtype))
+    x.add_(v)
+    out.copy_(x.to(step.dtype) * unit)
+    watch.copy_(torch.stack([_largest(exact), _largest(x.double())]))
+
+
+def pull_(x: Tensor, v: Tensor, unit: float, out: Tensor) -> None:
+    x.sub_(v)
+    work = torch.float64 if x.dtype == torch.int64 else torch.float32
+    out.copy_(x.to(work) * unit)
+
+
+def retreat_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool,
+) -> None:  # fmt: skip
+    v.sub_(increment(x, y, seen, scale, unit, residual).to(v.dtype))
+    if n != d:
+        assert i is not None
+        original, buffer = divide(v, i, n, d)
+        v.copy_(original)
+        i.copy_(buffer)
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().amax() if values.numel() else values.new_zeros(())
+
+
+for _body in (advance_, pull_, retreat_):
+    library.impl(_body.__name__, _body, "CompositeExplicitAutograd")

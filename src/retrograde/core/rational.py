@@ -1,0 +1,103 @@
+"""γ as a ratio n/d, and how large the information buffer can grow.
+
+A float is turned once into a ratio; from then on γ *is* that ratio, in every memory mode. Multiplying an integer by
+n/d pops a digit base n from the buffer and pushes one base d (see `multiply`), so the buffer's largest possible value
+is known before anything runs:
+
+    B₀ = 0        B_{k+1} = (B_k div n)·d + d − 1
+
+Its dtype follows from that bound, and where the bound would pass the largest dtype the buffer is put away and a
+fresh one begun, so depth is unlimited. Per element this costs about k·log2(1/γ) + log2(n·d) bits for k layers: the
+first term is what any reversible multiplication must keep, the second is paid once per buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from numbers import Rational, Real
+from typing import Any
+
+import torch
+
+NARROW, LIMIT = 2**15, 2**19
+"""Denominators stay below LIMIT, so that 31-bit values times n are exact in float64, which the CPU kernel uses; below NARROW,
+where floats are rounded to if they can be, the whole multiplication fits 32-bit arithmetic."""
+_TOLERANCE = Fraction(1, 1000)  # how far rounding a float may move γ, or 1 − γ, relative to itself
+_BUFFERS = ((torch.uint8, 2**8 - 1), (torch.int16, 2**15 - 1), (torch.int32, 2**31 - 1))
+
+
+def as_ratio(gamma: Any) -> Fraction:
+    """The ratio that `gamma` stands for: itself if rational, else the nearest n/d with a small d.
+
+    >>> as_ratio(0.9), as_ratio(1 - 1 / (50 * 1000))
+    (Fraction(9, 10), Fraction(49999, 50000))
+
+    Raises:
+        TypeError: not a number.
+        ValueError: outside [0, 1], not finite, or not within 0.1 % of a ratio with a denominator below `LIMIT`.
+    """
+    if isinstance(gamma, bool) or not isinstance(gamma, Real):
+        raise TypeError(f"gamma must be a number in [0, 1] or a fractions.Fraction; got {gamma!r}.")
+    if not math.isfinite(gamma) or not 0 <= float(gamma) <= 1:
+        raise ValueError(
+            f"gamma must lie in [0, 1]; got {gamma!r}. 0 is a plain residual network, 0.9 the paper's choice, 1 the "
+            "Hamiltonian limit."
+        )
+    exact = Fraction(gamma if isinstance(gamma, Rational) else float(gamma))
+    if isinstance(gamma, Rational) and exact.denominator < LIMIT:
+        return exact
+    for limit in (NARROW, LIMIT):
+        ratio = exact.limit_denominator(limit - 1)
+        if not isinstance(gamma, Rational) and abs(ratio - exact) <= _TOLERANCE * min(exact, 1 - exact):
+            return ratio
+    raise ValueError(
+        f"gamma = {gamma!r} needs a denominator beyond the limit: ratios n/d must have d < {LIMIT}. The nearest is {ratio}; "
+        f"floats may come as near to 0 and 1 as {1 / LIMIT:.2g}."
+    )
+
+
+def as_ratios(gamma: Any, depth: int) -> tuple[Fraction, ...]:
+    """One ratio per layer, from one number for all or one number each."""
+    if not isinstance(gamma, Iterable):
+        return (as_ratio(gamma),) * depth
+    ratios = tuple(as_ratio(g) for g in gamma)
+    if len(ratios) != depth:
+        raise ValueError(
+            f"gamma has {len(ratios)} values for {depth} blocks. Pass one number, or one number per block."
+        )
+    return ratios
+
+
+def gain(gamma: Fraction) -> Fraction:
+    """The factor on f: 1 − γ, and 1 at γ = 1, where f is taken as scaled by 1/(1 − γ) [sander2021, Sec. 3.3]."""
+    return 1 - gamma if gamma < 1 else Fraction(1)
+
+
+def next_bound(bound: int, gamma: Fraction) -> int:
+    """The largest value of the buffer after one more multiplication by γ, if it was at most `bound`."""
+    n, d = gamma.numerator, gamma.denominator
+    return bound if n == d or n == 0 else (bound // n) * d + d - 1
+
+
+def buffers(gammas: Sequence[Fraction]) -> dict[int, torch.dtype | None]:
+    """The layers at which a fresh buffer begins, and its dtype: the smallest that fits (None: no buffer is needed).
+
+    >>> buffers([Fraction(9, 10)] * 200)
+    {0: torch.int32, 166: torch.int16}
+    """
+    begins: dict[int, torch.dtype | None] = {}
+    start, bound = 0, 0
+    for k, gamma in enumerate(gammas):
+        grown = next_bound(bound, gamma)
+        if grown > _BUFFERS[-1][1]:
+            start, grown = k, next_bound(0, gamma)
+        bound = grown
+        begins[start] = next(dtype for dtype, largest in _BUFFERS if bound <= largest) if bound else None
+    return begins
+
+
+def buffer_bytes(gammas: Sequence[Fraction]) -> int:
+    """Bytes of buffer per element that a network with these γ holds at the end of its forward pass."""
+    return sum(dtype.itemsize for dtype in buffers(gammas).values() if dtype is not None)

@@ -1,0 +1,180 @@
+"""The tape: where the integer state stands, and how it gets to where a block's input is needed.
+
+Each block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks a
+frame for one of its tensors, the frame asks for the block's input again, runs the block, and has them all. In "reverse"
+mode the input comes from the `Tape`, which undoes one step after another as backward goes; in "checkpoint" mode
+it was kept (`Kept`). The graph is the genuine one, so everything that works with autograd works here.
+
+    recall(k)    stand where x_k can be read; x_k
+    settle(k, y) block k gave y on it: finish the step back
+    seek(k)      run blocks, either way, until the state is that of layer k
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .errors import ReplayError
+from .momentum import Momentum
+from .verify import Gradients
+
+
+class Source(Protocol):
+    """Where a frame gets its block's input from."""
+
+    def recall(self, k: int) -> Tensor: ...
+    def settle(self, k: int, y: Tensor) -> None: ...
+    def abandon(self, k: int) -> None: ...
+
+
+class Kept:
+    """A block's input, kept. `private`: the block writes to its input, so every run gets a copy."""
+
+    def __init__(self, x: Tensor, private: bool = False) -> None:
+        self.x, self.private = x, private
+
+    def recall(self, k: int) -> Tensor:
+        return self.x.clone() if self.private else self.x.detach()
+
+    def settle(self, k: int, y: Tensor) -> None: ...
+    def abandon(self, k: int) -> None: ...
+
+
+class Tape:
+    """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
+
+    def __init__(self, state: Momentum, verify: str) -> None:
+        self.state, self.verify = state, verify
+        self.calls: dict[int, Call] = {}
+        self.at = 0
+        self.pulled = False
+        self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
+        self.v0: Tensor | None = None
+        self.gradients: dict[int, Gradients] = {}  # by backward pass
+        self.freed = False
+
+    def recall(self, k: int) -> Tensor:
+        if self.freed:
+            raise RuntimeError(
+                "The activations of this network were already given up: its backward pass has run once. To run it again, "
+                "pass retain_graph=True to the first backward."
+            )
+        task = torch._C._current_graph_task_id()
+        if self.verify != "off" and task not in self.gradients:
+            self.gradients = {task: Gradients(p for call in self.calls.values() for p in call.parameters)}
+        try:
+            if self.at <= k or k < 0:
+                self.seek(max(k, 0))
+                return self.state.read()
+            self.seek(k + 1)
+            self.pulled = True
+            return self.state.pull()
+        except ReplayError:
+            self._undo_gradients()
+            raise
+
+    def settle(self, k: int, y: Tensor) -> None:
+        if self.pulled:
+            self.state.retreat(k, y)
+            self.pulled, self.at = False, k
+        if k == self.lowest:
+            self._served()
+
+    def abandon(self, k: int) -> None:
+        """The block failed: stand where the state stood before `recall`."""
+        if self.pulled:
+            self.state.push()
+            self.pulled = False
+        self._undo_gradients()
+
+    def seek(self, k: int) -> None:
+        while self.at > k:
+            x = self.state.pull()
+            try:
+                y = again(self.calls[self.at - 1], x, [])
+            except BaseException:
+                self.state.push()
+                raise
+            self.at -= 1
+            self.state.retreat(self.at, y)
+        while self.at < k:
+            self.state.advance(self.at, again(self.calls[self.at], self.state.read(), []))
+            self.at += 1
+
+    def _served(self) -> None:
+        if self.verify != "off":
+            self.seek(0)
+            if not self.state.rewound(self.v0):
+                self._undo_gradients()
+                raise ReplayError(
+                    "the network did not rewind to its start: some block, run again in backward, gave another output than "
+                    "in forward, so gradients would be wrong; they were put back. verify='blocks' names the block."
+                )
+        self.gradients = {}
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.state.free()
+            self.freed = True
+
+    def _undo_gradients(self) -> None:
+        for gradients in self.gradients.values():
+            gradients.restore()
+        self.gradients = {}
+
+
+class Frame:
+    """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked."""
+
+    def __init__(self, call: Call, source: Source, k: int) -> None:
+        self.call, self.source, self.k = call, source, k
+        self.shapes: list[torch.Size] = []
+        self.saved: dict[int, Tensor] = {}
+        self.running = False  # the block is in its first run
+
+    def run(self, x: Tensor) -> Any:
+        self.running = True
+        try:
+            return self.call.first(x, self.pack, self.unpack)
+        finally:
+            self.running, self.saved = False, {}
+
+    def pack(self, t: Tensor) -> int:
+        self.shapes.append(t.shape)
+        return len(self.shapes) - 1
+
+    def unpack(self, index: int) -> Tensor:
+        if index not in self.saved:
+            self.replay()
+        return self.saved.pop(index)
+
+    def replay(self) -> None:
+        saved: list[Tensor] = []
+        x = self.source.recall(self.k)
+        try:
+            y = again(self.call, x, saved)
+            shapes = [t.shape for t in saved]
+            if shapes != self.shapes and not self.running:
+                raise ReplayError(
+                    f"{self.call.name} did not repeat itself: run again in backward it saved {len(shapes)} tensors for "
+                    f"autograd, against {len(self.shapes)} in forward, or tensors of other shapes. Its control flow "
+                    "must depend on its input alone; else keep its activations with memory='store'."
+                )
+        except BaseException:
+            self.source.abandon(self.k)
+            raise
+        if not self.running:  # else the block takes a gradient inside its own forward: the tape is not past it yet
+            self.source.settle(self.k, y)
+        self.saved = dict(enumerate(saved))
+
+
+def again(call: Call, x: Tensor, saved: list[Tensor]) -> Tensor:
+    """Run a block again; `saved` receives the tensors that autograd wants saved."""
+
+    def pack(t: Tensor) -> int:
+        saved.append(t.detach())
+        return len(saved) - 1
+
+    return call.again(x, pack, saved.__getitem__)

@@ -1,0 +1,190 @@
+"""CPU bodies: vector arithmetic on pieces that stay in cache.
+
+CPUs have vector instructions for 32-bit products and for float64, but none for integer division, and the values fit:
+|v| < 2^31 and n, d < 2^19, so every product is below 2^50 and exact in float64. The floor of a quotient of such integers is
+
+    floor((a + ½)·(1/b))
+
+(a + ½)/b is at least ½/b away from any integer, and the computed value is off by less than 2^−51·|a|/b < ½/b, so the
+floor is exact. Working through the tensors piece by piece keeps the temporaries in cache and small (2 MB a thread, whatever
+the size of the state). 64-bit state goes through the plain-torch bodies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import ops as plain
+from . import native
+
+PIECE = 1 << 16
+"""Elements worked on at a time: the temporaries of a piece fit the cache, and torch uses all its threads on it."""
+
+
+def _flat(t: Tensor, like: Tensor) -> Tensor:
+    """t as one run of memory in the element order of `like`; a copy if it is laid out otherwise."""
+    if t.stride() != like.stride():
+        t = torch.empty_like(like, dtype=t.dtype).copy_(t)
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Matching flat pieces of the state x and of tensors of its shape."""
+    count = -(-x.numel() // PIECE)
+    return zip(*([None] * count if t is None else _flat(t, x).split(PIECE) for t in (x, *others)), strict=True)
+
+
+def _fits(x: Tensor, *written: Tensor | None) -> bool:
+    """Whether x, and what is written beside it, can be worked through as flat 32-bit pieces."""
+    if x.dtype != torch.int32 or x.numel() == 0 or any(t is not None and t.stride() != x.stride() for t in written):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class _Scratch(threading.local):
+    """Temporaries of one piece. They are kept: fresh memory is paid for page by page, more than the arithmetic costs."""
+
+    def __init__(self) -> None:
+        self.u, self.rest, self.q = (torch.empty(PIECE, dtype=torch.int32) for _ in range(3))
+        self.a, self.b = (torch.empty(PIECE, dtype=torch.float64) for _ in range(2))
+        self.step = torch.empty(PIECE, dtype=torch.float32)
+
+
+_scratch = _Scratch()
+
+
+def _multiply_(v: Tensor, i: Tensor, n: int, d: int) -> None:
+    """`core.multiply` in place, as v ← v + floor((u − (d − n)·v) / d), so that most of it is 32-bit."""
+    size = v.numel()
+    u, rest, q = _scratch.u[:size], _scratch.rest[:size], _scratch.q[:size]
+    a, b = _scratch.a[:size], _scratch.b[:size]
+    u.copy_(i)
+    if i.dtype == torch.int32:
+        rest.copy_(_floor_quotient_(a.copy_(i), n))
+    else:  # below 2^15: a multiplication and a shift are exact, and stay below 2^31
+        shift = 15 + n.bit_length()
+        torch.mul(u, (1 << shift) // n + 1, out=rest).bitwise_right_shift_(shift)
+    u.sub_(rest, alpha=n)
+    if abs(d - n) == 1:
+        a.copy_(u.sub_(v, alpha=d - n))
+    else:
+        a.copy_(v).mul_(n - d).add_(b.copy_(u))
+        u.sub_(v, alpha=d - n)  # may wrap; only the remainder mod d is taken from it
+    q.copy_(_floor_quotient_(a, d))
+    v.add_(q)
+    i.copy_(u.sub_(q, alpha=d).add_(rest, alpha=d))
+
+
+def _floor_quotient_(a: Tensor, b: int) -> Tensor:
+    return torch.add(_half(b), a, alpha=1.0 / b, out=a).floor_()
+
+
+@functools.cache
+def _half(b: int) -> Tensor:
+    return torch.tensor(0.5 / b, dtype=torch.float64)
+
+
+def _increment(x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float, residual: bool) -> Tensor:
+    if residual:
+        return plain.increment(x, y, seen, scale, unit, residual)
+    step = _scratch.step[: y.numel()]
+    return (torch.mul(y, scale, out=step) if y.dtype == torch.float32 else step.copy_(y).mul_(scale)).round_()
+
+
+def _decode(x: Tensor, unit: float, out: Tensor) -> None:
+    if out.dtype == torch.float32:
+        out.copy_(x).mul_(unit)
+    else:
+        out.copy_(x.float().mul_(unit))
+
+
+def _native(
+    what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool,
+) -> native.Job | None:  # fmt: skip
+    """The whole step in compiled code; None where there is none for it."""
+    run = native.load()
+    if run is None or (residual and seen != torch.float32):
+        return None
+    given = None if y is None else _flat(y, x).float()
+    result = out if out is None or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    job = native.Job(
+        x.data_ptr(), v.data_ptr(), 0 if i is None else i.data_ptr(), 0 if given is None else given.data_ptr(),
+        0 if result is None else result.data_ptr(), x.numel(), 0 if i is None else i.element_size(),
+        n, d, scale, unit, residual, what,
+    )  # fmt: skip
+    run(ctypes.addressof(job), min(torch.get_num_threads(), 1 + x.numel() // PIECE))
+    if out is not None and result is not out:
+        out.copy_(result)
+    return job
+
+
+def advance_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool, out: Tensor, watch: Tensor,
+) -> None:  # fmt: skip
+    if not _fits(x, v, i, out):
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, out, watch)
+        return
+    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual)
+    if job is not None:
+        watch.copy_(torch.tensor(list(job.peak)))
+        if job.bad:
+            watch[0] = plain.increment(x - v, y, seen, scale, unit, residual).abs().amax()
+        return
+    peaks = []
+    for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
+        step = _increment(x_, y_, seen, scale, unit, residual)
+        if n == 0:
+            v_.zero_()
+        elif n != d:
+            _multiply_(v_, i_, n, d)
+        v_.add_(_scratch.q[: v_.numel()].copy_(step))
+        x_.add_(v_)
+        _decode(x_, unit, out_)
+        peaks.append([float(t) for pair in map(torch.aminmax, (step, v_, x_)) for t in pair])
+    step_, v_, x_ = torch.tensor(peaks, dtype=torch.float64).abs().view(-1, 3, 2).amax((0, 2))
+    watch[0], watch[1] = torch.maximum(step_, v_), x_
+
+
+def pull_(x: Tensor, v: Tensor, unit: float, out: Tensor) -> None:
+    if not _fits(x, v, out):
+        plain.pull_(x, v, unit, out)
+        return
+    if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, False) is not None:
+        return
+    for x_, v_, out_ in _pieces(x, v, out):
+        _decode(x_.sub_(v_), unit, out_)
+
+
+def retreat_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool,
+) -> None:  # fmt: skip
+    if not _fits(x, v, i):
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual)
+        return
+    if _native(native.RETREAT, x, v, i, y, None, seen, n, d, scale, unit, residual) is not None:
+        return
+    for x_, v_, i_, y_ in _pieces(x, v, i, y):
+        v_.sub_(_scratch.q[: v_.numel()].copy_(_increment(x_, y_, seen, scale, unit, residual)))
+        if n != d:
+            _multiply_(v_, i_, d, n)
+
+
+library = torch.library.Library("retrograde", "IMPL")
+for _body in (advance_, pull_, retreat_):
+    library.impl(_body.__name__, _body, "CPU")

@@ -1,0 +1,260 @@
+"""`MomentumNet`: residual blocks run as a momentum network, with memory to choose.
+
+    v ← γ·v + (1−γ)·f(x)        x ← x + v                  [sander2021, eq. 2]
+    x ← x − v                   v ← (v − (1−γ)·f(x)) / γ   [sander2021, eq. 3]
+
+Every memory mode runs the same integer recurrence and gives the same bits, of outputs and of gradients. γ = 0 is the plain
+residual network x ← x + f(x), run as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.call import Call, Extra, rng_untouched, scratch_buffers
+from ..core.errors import RangeOverflow, ReplayError
+from ..core.fixedpoint import FixedPoint
+from ..core.momentum import Momentum, Recurrence
+from ..core.rational import as_ratios
+from ..core.tape import Frame, Kept
+from ..stack.calibrate import Range
+from ..stack.forward import Forward, Like
+from ..stack.planner import MODES, cheapest
+
+Gamma = float | Iterable[float]
+_SURVEY = FixedPoint(20, torch.int64)  # wide enough for any float activations: ±4e12 in steps of 1e-6
+
+
+@dataclass(frozen=True)
+class State:
+    """The end of a forward pass: `x` and `v` as floats, and the integers from which the start can be recovered."""
+
+    x: Tensor
+    v: Tensor
+    integers: tuple[Tensor, Tensor] = field(repr=False)
+    buffers: tuple[Tensor | None, ...] = field(repr=False)
+    recurrence: Recurrence = field(repr=False)
+    fixed: FixedPoint
+
+
+class MomentumNet(nn.Module):
+    """A stack of residual blocks as a momentum network.
+
+    Args:
+        blocks: modules that map x, and any extra inputs, to a tensor like x. The same block may occur several times.
+        gamma: γ in [0, 1], one for all blocks or one each. A float stands for the nearest ratio of small integers. At
+            γ = 1, v ← v + f(x): the Hamiltonian limit.
+        form: "branch": the blocks compute f(x); "block": they compute x + f(x).
+        velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
+        memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
+            everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
+        fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
+        verify: "off"; "end" proves after each backward pass that the whole network was rewound to its start; "blocks" also
+            checks each block's output against a checksum, and names the one that did not repeat itself.
+        overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
+
+    Shape:
+        x: any floating-point tensor; the output and every block's output have its shape and dtype.
+
+    >>> blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)]
+    >>> net = MomentumNet(blocks, gamma=0.9, memory="reverse")
+    >>> net(torch.ones(2, 4)).sum().backward()
+    >>> blocks[0][0].weight.grad.shape
+    torch.Size([4, 4])
+    """
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
+        form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
+        fraction_bits: int | str = "auto", verify: str = "off", overflow: str = "raise",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.blocks = nn.ModuleList(_modules(blocks))
+        self.form = _choice("form", form, ("branch", "block"))
+        self.verify = _choice("verify", verify, ("off", "end", "blocks"))
+        self.overflow = _choice("overflow", overflow, ("raise", "nan"))
+        if velocity is not None and velocity != "first" and not callable(velocity):
+            raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
+        self.velocity = velocity
+        self.range = Range(fraction_bits)
+        self._memory = _choice("memory", memory, MODES)
+        self.gamma = gamma
+
+    @property
+    def gamma(self) -> Any:
+        """γ as a ratio, or one ratio per block where they differ. May be set, between passes."""
+        ratios = self.recurrence.gammas
+        return ratios[0] if len(set(ratios)) == 1 else ratios
+
+    @gamma.setter
+    def gamma(self, gamma: Gamma) -> None:
+        recurrence = Recurrence(as_ratios(gamma, len(self.blocks)), self.form == "block")
+        _check_reversible(self.memory, recurrence)
+        self.recurrence = recurrence
+
+    @property
+    def memory(self) -> str:
+        """The memory mode. May be set, between passes."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: str) -> None:
+        _check_reversible(_choice("memory", memory, MODES), self.recurrence)
+        self._memory = memory
+
+    @property
+    def fraction_bits(self) -> int | str:
+        """The fraction bits in use, or "auto" before the first pass."""
+        fixed = next(iter(self.range.fixed.values()), None)
+        return self.range.setting if fixed is None else fixed.bits
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x_K, the last x. Extra inputs go to every block."""
+        _check_input(x)
+        extra = Extra(args, kwargs)
+        return self._run(x, extra).finish() if any(self.recurrence.gammas) else self._plain(x, extra)
+
+    def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
+        """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
+        _check_input(x)
+        _check_reversible("reverse", self.recurrence)
+        run = self._run(x, Extra(args, kwargs), reversible=True)
+        held = run.state
+        buffers = tuple(None if b is None else b.clone() for b in held.buffers)
+        return State(
+            run.finish(), run.velocity(), (held.x.clone(), held.v.clone()), buffers, self.recurrence, held.fixed
+        )
+
+    @torch.no_grad()
+    def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
+        """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
+        _check_reversible("reverse", self.recurrence)
+        if not isinstance(state, State) or state.recurrence != self.recurrence:
+            source = _describe(state.recurrence) if isinstance(state, State) else type(state).__name__
+            raise ValueError(
+                f"this is not a state of this network: {source}, against {_describe(self.recurrence)} here. "
+                "Invert what `encode` of the same network returned."
+            )
+        extra, held = (
+            Extra(args, kwargs),
+            Momentum(state.x, self.recurrence, state.fixed, reversible=True, overflow="nan"),
+        )
+        held.x, held.v = (q.clone() for q in state.integers)
+        held.buffers = [None if b is None else b.clone() for b in state.buffers]
+        for k in reversed(range(len(self.blocks))):
+            x = held.pull()
+            held.retreat(k, Like(x).checked(self.blocks[k](x, *extra.args, **extra.kwargs), f"block {k}"))
+        x0, launch = held.read(), self._launch(extra)
+        start = Forward(x0, self.recurrence, state.fixed, mode="store", overflow="nan")
+        if launch is not None:
+            start.launch(*launch)
+        if not held.rewound(start.state.v):
+            raise ValueError(
+                "this state did not rewind to a start of this network. It was encoded with other parameters or other extra "
+                "inputs, or a block does not repeat itself (dropout in training mode, say: call .eval() first)."
+            )
+        return x0
+
+    def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
+        """One forward pass."""
+        fixed = self.range.for_input(x0, lambda: self._survey(x0, extra))
+        mode = cheapest(self.recurrence, x0.dtype) if self.memory == "auto" else self.memory
+        try:
+            run = self._steps(
+                x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow, reversible=reversible
+            )
+        except RangeOverflow:
+            self.range.fixed.clear()
+            raise
+        self.range.seen(run.state, raises=self.overflow == "raise")
+        return run
+
+    def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Forward:
+        run = Forward(x0, self.recurrence, fixed, **settings)
+        launch = self._launch(extra)
+        if launch is not None:
+            run.launch(*launch)
+        for block in self.blocks:
+            run.step(block, extra)
+        return run
+
+    @torch.no_grad()
+    def _survey(self, x0: Tensor, extra: Extra) -> float:
+        """The largest |x| and |v| of a pass, in a range wide enough for anything, leaving no trace."""
+        with rng_untouched(extra.devices(x0)), scratch_buffers(list(self.modules())):
+            run = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow)
+        return float(run.state.watch.nan_to_num(0.0, 0.0).amax()) * run.state.unit
+
+    def _plain(self, x: Tensor, extra: Extra) -> Tensor:
+        """γ = 0: the residual network itself."""
+        for k, block in enumerate(self.blocks):
+            name, like = f"block {k}", Like(x)
+            if torch.is_grad_enabled() and self.memory != "store":
+                call, version = Call(block, extra, name, verified=self.verify != "off"), x._version
+                y = like.checked(Frame(call, Kept(x.detach()), k).run(x), name)
+                if x._version != version:
+                    raise ReplayError(
+                        f"{name} writes to its input, so at gamma = 0 its input cannot be kept. Use memory='store'."
+                    )
+            else:
+                y = like.checked(block(x, *extra.args, **extra.kwargs), name)
+            x = y if self.form == "block" else x + y
+        return x
+
+    def _launch(self, extra: Extra) -> tuple[Any, Extra, bool] | None:
+        """What makes v₀, its extra inputs, and whether it returns x₀ + v₀."""
+        if self.velocity == "first":
+            return self.blocks[0], extra, self.form == "block"
+        return None if self.velocity is None else (self.velocity, Extra((), {}), False)
+
+    def extra_repr(self) -> str:
+        velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__
+        return (
+            f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
+            f"fraction_bits={self.fraction_bits!r}, verify={self.verify!r}"
+        )
+
+
+def _describe(recurrence: Recurrence) -> str:
+    ratios = recurrence.gammas
+    gamma = str(ratios[0]) if len(set(ratios)) == 1 else f"{min(ratios)}…{max(ratios)}"
+    return f"depth={len(ratios)}, gamma={gamma}, form={'block' if recurrence.residual else 'branch'!r}"
+
+
+def _modules(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        raise TypeError(
+            f"blocks must be several modules; got one {type(blocks).__name__}. Pass [block] * depth to repeat it."
+        )
+    listed = list(blocks)
+    if not listed:
+        raise ValueError("blocks is empty: a momentum network needs at least one block.")
+    for k, block in enumerate(listed):
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"block {k} must be an nn.Module; got {type(block).__name__}. Wrap a function in a module.")
+    return listed
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+    return value
+
+
+def _check_reversible(memory: str, recurrence: Recurrence) -> None:
+    if memory == "reverse" and 0 in recurrence.gammas:
+        raise ValueError(
+            "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
+            "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
+        )
+
+
+def _check_input(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        given = f"a tensor of dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"the input must be a floating-point tensor; got {given}.")
