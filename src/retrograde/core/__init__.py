@@ -4,11 +4,9 @@
     fixedpoint   floats as integers
     multiply     multiplication by n/d that loses nothing
     ops          the integer steps, as operators
-    momentum     the state of a network, one step on and one step back
-    graph        autograd nodes: tokens carry gradients, integers carry values
     call         one run of one block, repeatable to the bit
     verify       proof that it was repeated
-    tape         where the state stands, and replay
+    tape         where a reversible state stands, and replay
 
-`retrograde.stack` runs blocks with it, and `retrograde.nets.MomentumNet` is the module on top.
+`retrograde.stack` runs a momentum network's blocks with it; `retrograde.nets.momentum` is the module on top.
 """

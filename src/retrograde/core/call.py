@@ -8,23 +8,21 @@ the first run only: later runs work on copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from .errors import ReplayError
-from .graph import Read
 from .verify import checksum
 
-Pack = Callable[[Tensor], Any]
-Unpack = Callable[[Any], Tensor]
-Versions = list[tuple[Tensor, int]]
+Devices = tuple[torch.device, ...]
 
 
 class Extra:
@@ -34,8 +32,20 @@ class Extra:
         self.args, self.kwargs = args, kwargs
         self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
-    def devices(self, x: Tensor) -> tuple[torch.device, ...]:
+    def devices(self, x: Tensor) -> Devices:
         return tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
+
+
+class Read(Function):
+    """A value as the output of a node: it requires gradients, and unlike a leaf it may be worked on in place."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, box: list[Tensor]) -> Tensor:
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class Call:
@@ -48,7 +58,7 @@ class Call:
         self.training = [m.training for m in self.modules]
         self.checksum: int | None = None
 
-    def first(self, x: Tensor, pack: Pack, unpack: Unpack) -> Any:
+    def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
         self.requires_grad = x.requires_grad
         self.versions = _versions(self.parameters) + _versions(self.extra.tensors)
@@ -66,19 +76,24 @@ class Call:
             self.checksum = checksum(y)
         return y
 
-    def again(self, x: Tensor, pack: Pack, unpack: Unpack) -> Tensor:
-        """Run the block as it was run first. x must be a fresh tensor."""
+    def again(self, x: Tensor, saved: list[Tensor]) -> Tensor:
+        """Run the block as it was run first, on a fresh x; `saved` receives the tensors that autograd wants saved."""
         _check_unchanged(self.versions, f"a parameter or extra input of {self.name} was changed after its forward pass")
+
+        def pack(t: Tensor) -> int:
+            saved.append(t.detach())
+            return len(saved) - 1
+
         with ExitStack() as stack:
             stack.enter_context(_modes(self.modules, self.training))
-            stack.enter_context(scratch_buffers([m for m in self.modules if _has_statistics(m)]))
+            stack.enter_context(scratch_buffers(m for m in self.modules if _has_statistics(m)))
             if self.autocast != _autocast_state(x.device.type):
                 for device, enabled, dtype, cache in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
             if self.rng is not None:
-                stack.enter_context(_rng_restored(self.rng, self.devices))
+                stack.enter_context(rng_from(self.rng, self.devices))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(pack, unpack))
+            stack.enter_context(saved_tensors_hooks(pack, saved.__getitem__))
             if self.requires_grad:
                 x = Read.apply(x.new_zeros((), requires_grad=True).expand(x.shape), [x])
             y = self.block(x, *self.extra.args, **self.extra.kwargs)
@@ -91,11 +106,11 @@ class Call:
         return y.detach()
 
 
-def _versions(tensors: Any) -> Versions:
+def _versions(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, int]]:
     return [(t, t._version) for t in tensors if t is not None and not t.is_inference()]
 
 
-def _check_unchanged(versions: Versions, problem: str) -> None:
+def _check_unchanged(versions: list[tuple[Tensor, int]], problem: str) -> None:
     for tensor, version in versions:
         if tensor._version != version:
             raise ReplayError(
@@ -110,19 +125,19 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _modes(modules: tuple[nn.Module, ...], training: list[bool]) -> Iterator[None]:
-    changed = [(m, m.training) for m, mode in zip(modules, training, strict=True) if m.training != mode]
-    for m, mode in changed:
-        m.training = not mode
+def _modes(modules: Sequence[nn.Module], training: list[bool]) -> Iterator[None]:
+    changed = [m for m, mode in zip(modules, training, strict=True) if m.training != mode]
+    for m in changed:
+        m.training = not m.training
     try:
         yield
     finally:
-        for m, mode in changed:
-            m.training = mode
+        for m in changed:
+            m.training = not m.training
 
 
 @contextmanager
-def scratch_buffers(modules: list[nn.Module]) -> Iterator[None]:
+def scratch_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let the modules work on copies of their buffers."""
     originals = [(m, dict(m._buffers)) for m in modules if m._buffers]
     for m, buffers in originals:
@@ -134,36 +149,27 @@ def scratch_buffers(modules: list[nn.Module]) -> Iterator[None]:
             m._buffers.update(buffers)
 
 
-def _autocast_state(device: str) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
-    cache = torch.is_autocast_cache_enabled()
-    return tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache)
-        for d in sorted({"cpu", device} - {"meta"})
-    )
+def _autocast_state(device: str) -> list[tuple[str, bool, torch.dtype, bool]]:
+    cache, devices = torch.is_autocast_cache_enabled(), sorted({"cpu", device} - {"meta"})
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]
 
 
-def _rng_state(devices: tuple[torch.device, ...]) -> list[Tensor]:
+def _rng_state(devices: Devices) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]
 
 
-def _set_rng_state(states: list[Tensor], devices: tuple[torch.device, ...]) -> None:
+def _set_rng_state(states: list[Tensor], devices: Devices) -> None:
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
         torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
-def _rng_restored(states: list[Tensor], devices: tuple[torch.device, ...]) -> Iterator[None]:
+def rng_from(states: list[Tensor] | None, devices: Devices) -> Iterator[None]:
+    """Draw random numbers from these states of the generators (None: as they are), and leave the generators as they were."""
     now = _rng_state(devices)
-    _set_rng_state(states, devices)
+    _set_rng_state(states or now, devices)
     try:
         yield
     finally:
         _set_rng_state(now, devices)
-
-
-@contextmanager
-def rng_untouched(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Whatever random numbers are drawn inside, the generators are left as they were."""
-    with _rng_restored(_rng_state(devices), devices):
-        yield

@@ -4,7 +4,8 @@
 
 Additions of such integers lose nothing, so they can be undone. 32-bit integers serve every float dtype up to float32, 64-bit
 integers serve float64. Magnitudes are kept at or below `limit`, one bit short of the dtype's own range: the sum of two
-values in range cannot wrap, so a value out of range is always seen.
+values in range cannot wrap, so a value out of range is always seen. The velocity is mostly much smaller than x: it has
+`guard` digits more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 HEADROOM = 3
 """Bits kept free above the largest value seen when the range is calibrated."""
+MOST_GUARD = 20
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class FixedPoint:
 
     bits: int
     dtype: torch.dtype  # of the integers: torch.int32 or torch.int64
+    guard: int = 0  # further bits of v
 
     @property
     def limit(self) -> float:
@@ -32,20 +35,15 @@ class FixedPoint:
         return 2.0**30 if self.dtype == torch.int32 else 2.0**62
 
     @property
-    def largest(self) -> float:
-        """The same as a float of the network."""
-        return self.limit * 2.0**-self.bits
-
-    @property
     def work(self) -> torch.dtype:
         """The float dtype in which values are scaled and gradients are carried."""
         return torch.float32 if self.dtype == torch.int32 else torch.float64
 
-    def encode(self, x: Tensor) -> Tensor:
-        return torch.round(x.to(self.work) * 2.0**self.bits).to(self.dtype)
+    def encode(self, x: Tensor, guard: int = 0) -> Tensor:
+        return torch.round(x.to(self.work) * 2.0 ** (self.bits + guard)).to(self.dtype)
 
-    def decode(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        return (q.to(self.work) * 2.0**-self.bits).to(dtype)
+    def decode(self, q: Tensor, dtype: torch.dtype, guard: int = 0) -> Tensor:
+        return (q.to(self.work) * 2.0 ** -(self.bits + guard)).to(dtype)
 
 
 def integer_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,21 +51,25 @@ def integer_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
-def calibrated(peak: float, dtype: torch.dtype) -> FixedPoint:
-    """The finest fixed point that holds values up to `peak` with `HEADROOM` bits to spare.
+def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype) -> FixedPoint:
+    """The finest fixed point that holds |x| and |v| up to these with `HEADROOM` bits to spare.
 
-    >>> calibrated(5.0, torch.int32).bits
-    24
+    >>> calibrated(5.0, 0.2, torch.int32)
+    FixedPoint(bits=24, dtype=torch.int32, guard=5)
     """
-    exponent = max(math.frexp(peak)[1], -64)  # peak < 2^exponent; the floor keeps 2^bits a float32
-    return FixedPoint((30 if dtype == torch.int32 else 62) - HEADROOM - exponent, dtype)
+    capacity = (30 if dtype == torch.int32 else 62) - HEADROOM
+    # peak < 2^exponent; the floor keeps 2^bits a float32
+    bits_x, bits_v = (capacity - max(math.frexp(peak)[1], -48) for peak in (peak_x, peak_v))
+    bits = min(bits_x, bits_v)
+    return FixedPoint(bits, dtype, min(bits_v - bits, MOST_GUARD))
 
 
-def follow(fixed: FixedPoint, peak: float) -> FixedPoint:
-    """The fixed point for the next step, given the largest value of this one.
+def follow(fixed: FixedPoint, peak_x: float, peak_v: float) -> FixedPoint:
+    """The fixed point for the next step, given the largest values of this one.
 
     It is left alone while 1 to 2·HEADROOM + 1 bits are free, so that it moves rarely; a range that is nearly used up is
     widened before it overflows, and one far too wide is narrowed for precision.
     """
-    free = math.log2(fixed.largest / peak) if peak > 0 else math.inf
-    return fixed if 1 <= free <= 2 * HEADROOM + 1 else calibrated(peak, fixed.dtype)
+    ideal = calibrated(peak_x, peak_v, fixed.dtype)
+    moves = (fixed.bits - ideal.bits, fixed.bits + fixed.guard - ideal.bits - ideal.guard)
+    return fixed if all(-HEADROOM - 1 <= move < HEADROOM for move in moves) else ideal

@@ -1,8 +1,11 @@
 """The integer steps, as operators that faster bodies can replace.
 
-    advance_   v ← γ·v + gain·f   x ← x + v       out = decode(x), the next block's input
-    pull_      x ← x − v                          out = decode(x), the same block's input again
+    advance_   v ← γ·v + gain·f   x ← x + ⌊v⌉     out = decode(x), the next block's input
+    pull_      x ← x − ⌊v⌉                        out = decode(x), the same block's input again
     retreat_   v ← (v − gain·f) / γ
+
+v has `guard` more binary digits than x, and ⌊v⌉ is v rounded to x's. Rounding is a function of v alone, so it is undone as
+exactly as it is done; without the guard digits the noise of each γ·v would be summed 1/(1−γ) times over into x.
 
 `pull_` then `retreat_` undo `advance_`; the block runs between them, because its input is x before the step. f is the
 block's output y, or y − x̃ where the block adds its own skip connection, x̃ being x as the block saw it (decoded to its
@@ -22,17 +25,19 @@ from .multiply import divide, multiply
 
 library = torch.library.Library("retrograde", "DEF")
 _STEP = "Tensor y, ScalarType seen, int n, int d, float scale, float unit, bool residual"
-library.define(f"advance_(Tensor(a!) x, Tensor(b!) v, Tensor(c!)? i, {_STEP}, Tensor(d!) out, Tensor(e!) watch) -> ()")
-library.define("pull_(Tensor(a!) x, Tensor v, float unit, Tensor(b!) out) -> ()")
+library.define(
+    f"advance_(Tensor(a!) x, Tensor(b!) v, Tensor(c!)? i, {_STEP}, int guard, Tensor(d!) out, Tensor(e!) watch) -> ()"
+)
+library.define("pull_(Tensor(a!) x, Tensor v, float unit, int guard, Tensor(b!) out) -> ()")
 library.define(f"retreat_(Tensor x, Tensor(b!) v, Tensor(c!)? i, {_STEP}) -> ()")
 
 ops = torch.ops.retrograde
 
 
 def increment(x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float, residual: bool) -> Tensor:
-    """gain·f·2^bits, rounded but still a float, so that NaN and values out of range can be seen.
+    """gain·f in units of v, rounded but still a float, so that NaN and values out of range can be seen.
 
-    x is the integer state before the step; `scale` is gain·2^bits and `unit` is 2^−bits.
+    x is the integer state before the step; `scale` is gain·2^(bits + guard) and `unit` is 2^−bits.
     """
     work = torch.float64 if x.dtype == torch.int64 else torch.float32
     f = y.to(work)
@@ -41,9 +46,14 @@ def increment(x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float
     return torch.round(f * scale)
 
 
+def rounded(v: Tensor, guard: int) -> Tensor:
+    """v without its guard digits."""
+    return (v + (1 << (guard - 1))) >> guard if guard else v
+
+
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, out: Tensor, watch: Tensor,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
 ) -> None:  # fmt: skip
     step = increment(x, y, seen, scale, unit, residual)
     if n == 0:
@@ -55,13 +65,13 @@ def advance_(
         i.copy_(buffer)
     exact = v.double() + step.double()
     v.add_(step.to(v.dtype))
-    x.add_(v)
+    x.add_(rounded(v, guard))
     out.copy_(x.to(step.dtype) * unit)
     watch.copy_(torch.stack([_largest(exact), _largest(x.double())]))
 
 
-def pull_(x: Tensor, v: Tensor, unit: float, out: Tensor) -> None:
-    x.sub_(v)
+def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
+    x.sub_(rounded(v, guard))
     work = torch.float64 if x.dtype == torch.int64 else torch.float32
     out.copy_(x.to(work) * unit)
 

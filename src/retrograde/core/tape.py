@@ -19,20 +19,23 @@ from torch import Tensor
 
 from .call import Call
 from .errors import ReplayError
-from .momentum import Momentum
 from .verify import Gradients
 
 
-class Source(Protocol):
-    """Where a frame gets its block's input from."""
+class State(Protocol):
+    """The state of a reversible scheme: steps that can be taken back. Block k takes it from layer k to layer k + 1."""
 
-    def recall(self, k: int) -> Tensor: ...
-    def settle(self, k: int, y: Tensor) -> None: ...
-    def abandon(self, k: int) -> None: ...
+    def read(self) -> Tensor: ...  # the next block's input
+    def advance(self, k: int, y: Tensor) -> Tensor: ...  # block k gave y: take the step; the next block's input
+    def pull(self) -> Tensor: ...  # first half of a step back: the last block's input again
+    def push(self) -> None: ...  # undo `pull`
+    def retreat(self, k: int, y: Tensor) -> None: ...  # second half: block k gave y on it
+    def rewound(self, start: Any) -> bool: ...  # at layer 0: is everything back at its start?
+    def free(self) -> None: ...
 
 
 class Kept:
-    """A block's input, kept. `private`: the block writes to its input, so every run gets a copy."""
+    """One block's input, kept; to a frame, the same as a tape. `private`: the block writes to it, so every run gets a copy."""
 
     def __init__(self, x: Tensor, private: bool = False) -> None:
         self.x, self.private = x, private
@@ -47,13 +50,13 @@ class Kept:
 class Tape:
     """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
 
-    def __init__(self, state: Momentum, verify: str) -> None:
+    def __init__(self, state: State, verify: str) -> None:
         self.state, self.verify = state, verify
         self.calls: dict[int, Call] = {}
         self.at = 0
         self.pulled = False
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
-        self.v0: Tensor | None = None
+        self.start: Any = None  # what `State.rewound` compares with
         self.gradients: dict[int, Gradients] = {}  # by backward pass
         self.freed = False
 
@@ -95,20 +98,20 @@ class Tape:
         while self.at > k:
             x = self.state.pull()
             try:
-                y = again(self.calls[self.at - 1], x, [])
+                y = self.calls[self.at - 1].again(x, [])
             except BaseException:
                 self.state.push()
                 raise
             self.at -= 1
             self.state.retreat(self.at, y)
         while self.at < k:
-            self.state.advance(self.at, again(self.calls[self.at], self.state.read(), []))
+            self.state.advance(self.at, self.calls[self.at].again(self.state.read(), []))
             self.at += 1
 
     def _served(self) -> None:
         if self.verify != "off":
             self.seek(0)
-            if not self.state.rewound(self.v0):
+            if not self.state.rewound(self.start):
                 self._undo_gradients()
                 raise ReplayError(
                     "the network did not rewind to its start: some block, run again in backward, gave another output than "
@@ -128,7 +131,7 @@ class Tape:
 class Frame:
     """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked."""
 
-    def __init__(self, call: Call, source: Source, k: int) -> None:
+    def __init__(self, call: Call, source: Tape | Kept, k: int) -> None:
         self.call, self.source, self.k = call, source, k
         self.shapes: list[torch.Size] = []
         self.saved: dict[int, Tensor] = {}
@@ -154,7 +157,7 @@ class Frame:
         saved: list[Tensor] = []
         x = self.source.recall(self.k)
         try:
-            y = again(self.call, x, saved)
+            y = self.call.again(x, saved)
             shapes = [t.shape for t in saved]
             if shapes != self.shapes and not self.running:
                 raise ReplayError(
@@ -168,13 +171,3 @@ class Frame:
         if not self.running:  # else the block takes a gradient inside its own forward: the tape is not past it yet
             self.source.settle(self.k, y)
         self.saved = dict(enumerate(saved))
-
-
-def again(call: Call, x: Tensor, saved: list[Tensor]) -> Tensor:
-    """Run a block again; `saved` receives the tensors that autograd wants saved."""
-
-    def pack(t: Tensor) -> int:
-        saved.append(t.detach())
-        return len(saved) - 1
-
-    return call.again(x, pack, saved.__getitem__)

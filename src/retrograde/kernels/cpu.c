@@ -1,7 +1,7 @@
 /* The integer steps of retrograde.core.ops for 32-bit state, one pass over memory each.
  *
- *   advance   v <- v*n/d + round(f*scale)     x <- x + v       out = x*unit
- *   pull      x <- x - v                                       out = x*unit
+ *   advance   v <- v*n/d + round(f*scale)     x <- x + (v + half >> guard)      out = x*unit
+ *   pull      x <- x - (v + half >> guard)                                      out = x*unit
  *   retreat   v <- (v - round(f*scale)) * d/n
  *
  * f is y, or y - x*unit (residual). The multiplication by n/d is the one of core/multiply.py. Quotients of integers are
@@ -19,6 +19,7 @@ typedef struct {
     int64_t size;
     int32_t width;      /* bytes of a buffer element */
     int32_t n, d;       /* multiply v by n/d */
+    int32_t guard;      /* further bits of v */
     float scale, unit;
     int32_t residual, what;
     float peak[2];      /* largest |v| and |x| */
@@ -84,13 +85,14 @@ static void run(job *j) {
         const int64_t size = j->size - from < PIECE ? j->size - from : PIECE;
         int32_t *restrict x = j->x + from, *restrict v = j->v + from;
         const float unit = j->unit;
+        const int32_t guard = j->guard, half = guard ? 1 << (guard - 1) : 0;
         if (j->what != PULL) j->bad |= steps(j, from, size, step);
         if (j->what == ADVANCE) {
             float *restrict out = j->out + from;
             multiply(j, from, size, j->n, j->d);
             for (int64_t e = 0; e < size; e++) {
                 const int32_t w = (int32_t)((uint32_t)v[e] + (uint32_t)(int32_t)step[e]);
-                const int32_t z = (int32_t)((uint32_t)x[e] + (uint32_t)w);
+                const int32_t z = (int32_t)((uint32_t)x[e] + (uint32_t)((w + half) >> guard));
                 v[e] = w;
                 x[e] = z;
                 out[e] = (float)z * unit;
@@ -102,7 +104,7 @@ static void run(job *j) {
         } else if (j->what == PULL) {
             float *restrict out = j->out + from;
             for (int64_t e = 0; e < size; e++) {
-                x[e] = (int32_t)((uint32_t)x[e] - (uint32_t)v[e]);
+                x[e] = (int32_t)((uint32_t)x[e] - (uint32_t)((v[e] + half) >> guard));
                 out[e] = (float)x[e] * unit;
             }
         } else {

@@ -113,7 +113,7 @@ def _decode(x: Tensor, unit: float, out: Tensor) -> None:
 
 def _native(
     what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int = 0,
 ) -> native.Job | None:  # fmt: skip
     """The whole step in compiled code; None where there is none for it."""
     run = native.load()
@@ -124,26 +124,26 @@ def _native(
     job = native.Job(
         x.data_ptr(), v.data_ptr(), 0 if i is None else i.data_ptr(), 0 if given is None else given.data_ptr(),
         0 if result is None else result.data_ptr(), x.numel(), 0 if i is None else i.element_size(),
-        n, d, scale, unit, residual, what,
+        n, d, guard, scale, unit, residual, what,
     )  # fmt: skip
     run(ctypes.addressof(job), min(torch.get_num_threads(), 1 + x.numel() // PIECE))
-    if out is not None and result is not out:
+    if out is not None and result is not None and result is not out:
         out.copy_(result)
     return job
 
 
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, out: Tensor, watch: Tensor,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
 ) -> None:  # fmt: skip
     if not _fits(x, v, i, out):
-        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, out, watch)
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
         return
-    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual)
+    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual, guard)
     if job is not None:
         watch.copy_(torch.tensor(list(job.peak)))
         if job.bad:
-            watch[0] = plain.increment(x - v, y, seen, scale, unit, residual).abs().amax()
+            watch[0] = plain.increment(x - plain.rounded(v, guard), y, seen, scale, unit, residual).abs().amax()
         return
     peaks = []
     for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
@@ -153,21 +153,21 @@ def advance_(
         elif n != d:
             _multiply_(v_, i_, n, d)
         v_.add_(_scratch.q[: v_.numel()].copy_(step))
-        x_.add_(v_)
+        x_.add_(plain.rounded(v_, guard))
         _decode(x_, unit, out_)
         peaks.append([float(t) for pair in map(torch.aminmax, (step, v_, x_)) for t in pair])
     step_, v_, x_ = torch.tensor(peaks, dtype=torch.float64).abs().view(-1, 3, 2).amax((0, 2))
-    watch[0], watch[1] = torch.maximum(step_, v_), x_
+    watch[0], watch[1] = v_ if step_ <= 2.0**30 else step_, x_
 
 
-def pull_(x: Tensor, v: Tensor, unit: float, out: Tensor) -> None:
+def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
     if not _fits(x, v, out):
-        plain.pull_(x, v, unit, out)
+        plain.pull_(x, v, unit, guard, out)
         return
-    if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, False) is not None:
+    if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, False, guard) is not None:
         return
     for x_, v_, out_ in _pieces(x, v, out):
-        _decode(x_.sub_(v_), unit, out_)
+        _decode(x_.sub_(plain.rounded(v_, guard)), unit, out_)
 
 
 def retreat_(

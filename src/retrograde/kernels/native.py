@@ -27,10 +27,11 @@ _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trappi
 class Job(ctypes.Structure):
     """One step over a whole tensor; the fields are those of `job` in cpu.c."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("x", ctypes.c_void_p), ("v", ctypes.c_void_p), ("i", ctypes.c_void_p), ("y", ctypes.c_void_p), ("out", ctypes.c_void_p),
         ("size", ctypes.c_int64), ("width", ctypes.c_int32), ("n", ctypes.c_int32), ("d", ctypes.c_int32),
-        ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("residual", ctypes.c_int32), ("what", ctypes.c_int32),
+        ("guard", ctypes.c_int32),
+                ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("residual", ctypes.c_int32), ("what", ctypes.c_int32),
         ("peak", ctypes.c_float * 2), ("bad", ctypes.c_int32),
     ]  # fmt: skip
 
@@ -50,7 +51,7 @@ def load() -> Callable[[ctypes.Array[Job] | object, int], None] | None:
         except (OSError, subprocess.SubprocessError):
             continue
         run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_int32], None
-        return run  # type: ignore[no-any-return]
+        return run
     return None
 
 

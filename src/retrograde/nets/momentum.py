@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, Extra, rng_untouched, scratch_buffers
+from ..core.call import Call, Extra, rng_from, scratch_buffers
 from ..core.errors import RangeOverflow, ReplayError
 from ..core.fixedpoint import FixedPoint
-from ..core.momentum import Momentum, Recurrence
 from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
-from ..stack.calibrate import Range
+from ..stack.calibrate import Range, peaks
 from ..stack.forward import Forward, Like
+from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, cheapest
 
 Gamma = float | Iterable[float]
-_SURVEY = FixedPoint(20, torch.int64)  # wide enough for any float activations: ±4e12 in steps of 1e-6
+_SURVEY = FixedPoint(20, torch.int64, guard=10)  # wide enough for any activations: |x| to 4e12, in steps of 1e-6
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ class MomentumNet(nn.Module):
         return run
 
     @torch.no_grad()
-    def _survey(self, x0: Tensor, extra: Extra) -> float:
+    def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
         """The largest |x| and |v| of a pass, in a range wide enough for anything, leaving no trace."""
-        with rng_untouched(extra.devices(x0)), scratch_buffers(list(self.modules())):
+        with rng_from(None, extra.devices(x0)), scratch_buffers(self.modules()):
             run = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow)
-        return float(run.state.watch.nan_to_num(0.0, 0.0).amax()) * run.state.unit
+        return peaks(run.state.watch, _SURVEY)
 
     def _plain(self, x: Tensor, extra: Extra) -> Tensor:
         """γ = 0: the residual network itself."""

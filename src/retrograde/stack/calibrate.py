@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from ..core.fixedpoint import FixedPoint, calibrated, follow, integer_dtype
-from ..core.momentum import Momentum, check_range
+from .momentum import Momentum, check_range
+
+
+def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
+    """The largest |x| and |v| of a pass, as floats of the network."""
+    v, x = watch.nan_to_num(0.0, 0.0).amax(0).tolist()
+    return x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard)
 
 
 class Range:
@@ -28,11 +34,11 @@ class Range:
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.pending: list[tuple[Tensor, Any, FixedPoint]] = []
 
-    def for_input(self, x: Tensor, survey: Callable[[], float]) -> FixedPoint:
+    def for_input(self, x: Tensor, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
         """The fixed point for this pass. Raises here what an earlier pass on an accelerator turns out to have met.
 
         Args:
-            survey: finds the largest |x| and |v| of a pass; called where there is none to go by.
+            survey: finds the largest |x| and the largest |v| of a pass; called where there is none to go by.
         """
         while self.pending and self.pending[0][1].query():
             watch, _, fixed = self.pending.pop(0)
@@ -42,7 +48,7 @@ class Range:
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         if dtype not in self.fixed:
-            self.fixed[dtype] = calibrated(survey(), dtype)
+            self.fixed[dtype] = calibrated(*survey(), dtype)
         return self.fixed[dtype]
 
     def seen(self, state: Momentum, raises: bool) -> None:
@@ -56,11 +62,10 @@ class Range:
         event.record()
 
     def _note(self, watch: Tensor, fixed: FixedPoint) -> None:
-        peak = float(watch.amax()) * 2.0**-fixed.bits
-        if not peak <= fixed.largest:
+        if not (watch <= fixed.limit).all():
             self.fixed.pop(fixed.dtype, None)  # calibrate anew at the next pass
         elif fixed.dtype in self.fixed:
-            self.fixed[fixed.dtype] = follow(self.fixed[fixed.dtype], peak)
+            self.fixed[fixed.dtype] = follow(self.fixed[fixed.dtype], *peaks(watch, fixed))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pending": []}

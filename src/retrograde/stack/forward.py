@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
-from ..core.graph import Enter, Launch, Leave, Step
-from ..core.momentum import Momentum, Recurrence
 from ..core.tape import Frame, Kept, Tape
+from .graph import Enter, Launch, Leave, Step
+from .momentum import Momentum, Recurrence
 
 Block = Callable[..., Any]
 
@@ -49,7 +49,7 @@ class Forward:
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
             self.xt, self.vt = Launch.apply(self.xt, y, self.state, residual)
-            self.tape.v0 = self.state.v.clone() if self.verify != "off" else None
+            self.tape.start = self.state.v.clone() if self.verify != "off" else None
         else:
             self.state.launch(y, residual)
             self.x = self.state.read()  # the block may have written to its input

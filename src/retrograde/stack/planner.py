@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..core.fixedpoint import integer_dtype
-from ..core.momentum import Recurrence
 from ..core.rational import buffer_bytes
+from .momentum import Recurrence
 
 MODES = ("reverse", "checkpoint", "store", "auto")
 

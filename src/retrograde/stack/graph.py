@@ -7,7 +7,6 @@ recurrence without holding any of it. A node's float output is the next block's 
     Launch  (token x, y)  → token x, token v           v₀ = y (or y − x₀)
     Step    (tokens, y)   → tokens, float x_{k+1}
     Leave   (token v)     → float v
-    Read    (token)       → float x again, in a replay: not a leaf, so blocks may work on it in place
 
 The step is linear, so its gradient needs no values: with s = gx + gv,
 
@@ -25,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..core.rational import gain
 from .momentum import Momentum
-from .rational import gain
 
 
 def _sum(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -99,13 +98,3 @@ class Leave(Function):
     @staticmethod
     def backward(ctx: Any, gv: Tensor) -> tuple[Tensor, None]:
         return gv.to(ctx.work, copy=True), None
-
-
-class Read(Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, box: list[Tensor]) -> Tensor:
-        return box[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

@@ -1,10 +1,10 @@
 """The state of a momentum network as integers, one step on and one step back.
 
-    forward   v ← γ·v + gain·f(x)     x ← x + v
-    inverse   x ← x − v               v ← (v − gain·f(x)) / γ
+    forward   v ← γ·v + gain·f(x)     x ← x + ⌊v⌉
+    inverse   x ← x − ⌊v⌉             v ← (v − gain·f(x)) / γ
 
-x and v are fixed-point integers and γ·v is an exactly reversible multiplication, so the inverse recovers every state
-bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1.
+x and v are fixed-point integers (⌊v⌉: v without its guard digits, see `ops`) and γ·v is an exactly reversible
+multiplication, so the inverse recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from .errors import RangeOverflow
-from .fixedpoint import FixedPoint
-from .ops import ops
-from .rational import buffers, gain
+from ..core.errors import RangeOverflow
+from ..core.fixedpoint import FixedPoint
+from ..core.ops import ops, rounded
+from ..core.rational import buffers, gain
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,12 @@ class Momentum:
 
     def read_velocity(self) -> Tensor:
         """v as a float."""
-        return self._like(self.dtype).copy_(self.fixed.decode(self.v, self.dtype))
+        return self._like(self.dtype).copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
 
     def launch(self, y: Tensor, residual: bool) -> None:
         """Set the initial velocity to y, or to y − x₀."""
-        self.v = self._encoded(y.to(self.fixed.work) - self.read().to(self.fixed.work) if residual else y)
+        v0 = y.to(self.fixed.work) - self.read().to(self.fixed.work) if residual else y
+        self.v.copy_(self._encoded(v0, velocity=True))
 
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Take step k with the block's output y; the next block's input."""
@@ -77,19 +78,19 @@ class Momentum:
             self.buffers = self.buffers if self.reversible else []
             self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
         out = self._like(self.dtype)
-        ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), out, self.watch[k + 1])
+        ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.fixed.guard, out, self.watch[k + 1])
         self._check(k + 1)
         return out
 
     def pull(self) -> Tensor:
         """First half of a step back: x; the block's input again."""
         out = self._like(self.dtype)
-        ops.pull_(self.x, self.v, self.unit, out)
+        ops.pull_(self.x, self.v, self.unit, self.fixed.guard, out)
         return out
 
     def push(self) -> None:
         """Undo `pull`."""
-        self.x.add_(self.v)
+        self.x.add_(rounded(self.v, self.fixed.guard))
 
     def retreat(self, k: int, y: Tensor) -> None:
         """Second half of a step back: v, from the output of block k on the x that `pull` gave."""
@@ -110,16 +111,17 @@ class Momentum:
     def _like(self, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(self.x, dtype=dtype)
 
-    def _encoded(self, x: Tensor) -> Tensor:
-        """x as integers, dense in memory."""
+    def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
+        """x, or v with its guard digits, as integers, dense in memory."""
+        guard = self.fixed.guard if velocity else 0
         if x.numel():
-            self.watch[0].clamp_min_(x.detach().abs().amax().float() * 2.0**self.fixed.bits)
+            self.watch[0, int(not velocity)] = x.detach().abs().amax().float() * 2.0 ** (self.fixed.bits + guard)
         self._check(0)
-        return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach()))
+        return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach(), guard))
 
     def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
         gamma = self.recurrence.gammas[k]
-        scale = float(gain(gamma)) * 2.0**self.fixed.bits
+        scale = float(gain(gamma)) * 2.0 ** (self.fixed.bits + self.fixed.guard)
         return y.detach(), self.dtype, gamma.numerator, gamma.denominator, scale, self.unit, self.recurrence.residual
 
     def _check(self, row: int) -> None:
@@ -137,8 +139,9 @@ def check_range(watch: Sequence[Sequence[float]], fixed: FixedPoint, first: int 
             raise RangeOverflow(
                 f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
             )
+        what, value, bits = ("x", x, fixed.bits) if x > fixed.limit else ("v", v, fixed.bits + fixed.guard)
         raise RangeOverflow(
-            f"a value of magnitude {max(v, x) * 2.0**-fixed.bits:.4g} out of {source} is beyond ±{fixed.largest:.4g}, the range of "
+            f"|{what}| = {value * 2.0**-bits:.4g} out of {source} is beyond {fixed.limit * 2.0**-bits:.4g}, the range of "
             f"fraction_bits={fixed.bits}. Pass fewer fraction_bits, or 'auto' (it calibrates anew at the next call), or look "
             "for activations that grow without bound."
         )

@@ -1,0 +1,102 @@
+"""Networks and recurrences whose answers are known, and the comparisons that every test uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+
+
+class Mlp(nn.Module):
+    """f(x) = W₂ᵀ tanh(W₁x + b), the paper's."""
+
+    def __init__(self, width: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def conv(channels: int = 4) -> nn.Sequential:
+    """conv-bn-relu-conv-bn."""
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
+    )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Pre-norm attention with dropout on the weights and on the output."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=dropout, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.dropout(self.attention(h, h, h, need_weights=False)[0])
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (Mlp, (3, 8)),
+    "conv+batchnorm": (conv, (2, 4, 5, 5)),
+    "attention+dropout": (Attention, (2, 5, 8)),
+}
+
+
+def stack(kind: str, depth: int) -> tuple[list[nn.Module], Tensor]:
+    """Blocks of a kind and an input for them."""
+    make, shape = KINDS[kind]
+    return [make() for _ in range(depth)], torch.randn(shape)
+
+
+def train_step(
+    net: nn.Module, x: Tensor, *args: Any, loss: Callable[[Tensor], Tensor] = lambda y: y.square().mean(), **kwargs: Any
+) -> dict[str, Tensor]:
+    """Output, every gradient and every buffer of one step on a copy of the network, from the same random state."""
+    net = copy.deepcopy(net)
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    torch.manual_seed(7)
+    y = net(x, *args, **kwargs)
+    loss(y).backward()
+    found = {"output": y.detach(), "next random": torch.rand(1)}
+    found |= {"input": x.grad} if x.grad is not None else {}
+    found |= {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return found | {f"buffer {name}": b for name, b in net.named_buffers()}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"different bits in {different[:5]} of {len(a)}"
+
+
+def same_in_every_mode(net: rg.MomentumNet, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Check that "reverse" and "checkpoint" give the bits of "store"."""
+    found = {}
+    for mode in ("store", "reverse", "checkpoint"):
+        net.memory = mode
+        found[mode] = train_step(net, x, *args, **kwargs)
+    assert_same_bits(found["store"], found["reverse"])
+    assert_same_bits(found["store"], found["checkpoint"])
+    return found["store"]
+
+
+def float_recurrence(blocks: Iterable[nn.Module], gamma: Fraction, x: Tensor, residual: bool = False) -> Tensor:
+    """The momentum network in floats, by autograd alone."""
+    v = torch.zeros_like(x)
+    gain = float(1 - gamma) if gamma < 1 else 1.0
+    for block in blocks:
+        f = block(x) - x if residual else block(x)
+        v = float(gamma) * v + gain * f
+        x = x + v
+    return x
