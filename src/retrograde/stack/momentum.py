@@ -135,7 +135,7 @@ def check_range(watch: Sequence[Sequence[float]], fixed: FixedPoint, first: int 
         if v <= fixed.limit and x <= fixed.limit:
             continue
         source = f"block {row - 1}" if row else "the input or the initial velocity"
-        if not max(v, x) < float("inf") or v != v:
+        if not (v < float("inf") and x < float("inf")):
             raise RangeOverflow(
                 f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
             )

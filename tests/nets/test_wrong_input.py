@@ -1,0 +1,290 @@
+"""Everything that is refused says what was given, what is allowed and what to do, and leaves gradients alone."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from problems import Mlp, stack
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5, math.nan, math.inf, 1 - 1e-8, Fraction(1, 10**7)])
+def test_gamma_out_of_range(gamma: float) -> None:
+    with pytest.raises(ValueError, match="gamma"):
+        rg.MomentumNet([Mlp()], gamma=gamma)
+
+
+@pytest.mark.parametrize("gamma", ["0.9", None, True, object()])
+def test_gamma_that_is_no_number(gamma: object) -> None:
+    with pytest.raises(TypeError, match="gamma"):
+        rg.MomentumNet([Mlp()], gamma=gamma)
+
+
+def test_gamma_zero_cannot_be_reversed() -> None:
+    with pytest.raises(ValueError, match=r"gamma = 0 .* memory='checkpoint'"):
+        rg.MomentumNet([Mlp()], gamma=0, memory="reverse")
+    net = rg.MomentumNet([Mlp()] * 2, gamma=[0.5, 0])
+    with pytest.raises(ValueError, match="gamma = 0"):
+        net.memory = "reverse"
+    with pytest.raises(ValueError, match="gamma = 0"):
+        net.encode(torch.ones(1, 8))
+    assert net.memory == "auto"
+    net(torch.ones(1, 8)).sum().backward()
+
+
+def test_blocks() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        rg.MomentumNet([])
+    with pytest.raises(TypeError, match=r"\[block\] \* depth"):
+        rg.MomentumNet(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match=r"block 1 must be an nn\.Module; got function"):
+        rg.MomentumNet([Mlp(), lambda x: x])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("form", "residual"),
+        ("memory", "magic"),
+        ("verify", True),
+        ("overflow", "warn"),
+        ("velocity", "zero"),
+        ("velocity", 3),
+    ],
+)
+def test_options(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be"):
+        rg.MomentumNet([Mlp()], **{option: value})
+
+
+@pytest.mark.parametrize("bits", [1.5, "many", True, 1000])
+def test_fraction_bits(bits: object) -> None:
+    with pytest.raises(ValueError, match="fraction_bits must be 'auto' or a whole number"):
+        rg.MomentumNet([Mlp()], fraction_bits=bits)
+
+
+class Breaks(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return {
+            "shape": lambda: y[:, :4],
+            "dtype": lambda: y.double(),
+            "device": lambda: y.to("meta"),
+            "tuple": lambda: (y, y),
+            "nan": lambda: y * math.nan,
+            "inf": lambda: y / 0,
+            "large": lambda: y * 1e9,
+        }[self.how]()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store"])
+@pytest.mark.parametrize("bits", [20, "auto"])
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("shape", ValueError, r"block 2 turned a \(3, 8\) .* into a \(3, 4\)"),
+        ("dtype", ValueError, r"block 2 turned .*float64"),
+        ("device", ValueError, r"block 2 turned .* on meta"),
+        ("tuple", TypeError, r"block 2 returned tuple"),
+        ("nan", rg.RangeOverflow, r"NaN or Inf out of block 2"),
+        ("inf", rg.RangeOverflow, r"NaN or Inf out of block 2"),
+    ],
+)
+def test_blocks_that_break(memory: str, bits: int | str, how: str, error: type[Exception], text: str) -> None:
+    net = rg.MomentumNet([Mlp(), Mlp(), Breaks(how), Mlp()], memory=memory, fraction_bits=bits)
+    weights = [p.clone() for p in net.parameters()]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(error, match=text):
+            net(torch.randn(3, 8))
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
+
+
+def test_values_beyond_the_range() -> None:
+    net = rg.MomentumNet([Mlp(), Breaks("large")], fraction_bits=20)
+    with pytest.raises(rg.RangeOverflow, match=r"block 1 is beyond .* fraction_bits=20"):
+        net(torch.randn(3, 8))
+    with pytest.raises(rg.RangeOverflow, match="the input"):
+        net(torch.full((1, 8), 5e4))
+    with pytest.raises(rg.RangeOverflow, match="NaN or Inf out of the input"):
+        net(torch.full((1, 8), math.nan))
+
+
+def test_after_an_overflow_the_range_is_found_anew() -> None:
+    net = rg.MomentumNet([nn.Linear(4, 4)] * 3)
+    net(torch.randn(2, 4))
+    with pytest.raises(rg.RangeOverflow):
+        net(torch.randn(2, 4) * 1e6)
+    net(torch.randn(2, 4) * 1e6).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["nan", "large"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store"])
+def test_overflow_as_nan_for_loss_scaling_loops(how: str, memory: str) -> None:
+    net = rg.MomentumNet([Mlp(), Breaks(how), Mlp()], fraction_bits=20, overflow="nan", memory=memory)
+    y = net(torch.randn(3, 8))
+    assert y.isnan().all()
+    y.sum().backward()  # a loss whose gradient does not depend on y
+    assert all(p.grad.isnan().any() for p in net.blocks[2].parameters())
+    fine = rg.MomentumNet([Mlp()] * 3, fraction_bits=20, overflow="nan", memory=memory)
+    fine(torch.randn(3, 8)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in fine.parameters())
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 8, dtype=torch.int64), [1.0], None, torch.ones(2, 8, dtype=torch.complex64)]
+)
+def test_input_that_is_no_float_tensor(x: object) -> None:
+    with pytest.raises(TypeError, match="floating-point tensor"):
+        rg.MomentumNet([Mlp()])(x)
+
+
+def test_state_of_another_network() -> None:
+    net = rg.MomentumNet([Mlp() for _ in range(3)])
+    x = torch.randn(2, 8)
+    state = net.encode(x)
+    for other in (
+        rg.MomentumNet([Mlp() for _ in range(4)]),
+        rg.MomentumNet(net.blocks, gamma=0.5),
+        rg.MomentumNet(net.blocks, form="block"),
+    ):
+        with pytest.raises(ValueError, match="not a state of this network: depth=3, gamma=9/10"):
+            other.inverse(state)
+    with pytest.raises(ValueError, match="did not rewind"):
+        rg.MomentumNet([Mlp() for _ in range(3)]).inverse(state)
+    with pytest.raises(ValueError, match="not a state"):
+        net.inverse(x)
+
+
+class Unsteady(nn.Module):
+    """Adds a counter: never the same twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) + 1e-3 * self.calls
+
+
+@pytest.mark.parametrize("accumulating", [False, True])
+@pytest.mark.parametrize(
+    ("memory", "verify", "text"),
+    [
+        ("reverse", "blocks", "block 2 did not repeat itself"),
+        ("checkpoint", "blocks", "block 2 did not repeat itself"),
+        ("reverse", "end", "did not rewind to its start"),
+        ("checkpoint", "end", "block 2 did not repeat itself"),
+    ],
+)
+def test_a_block_that_does_not_repeat_itself(memory: str, verify: str, text: str, accumulating: bool) -> None:
+    net = rg.MomentumNet([Mlp(), Mlp(), Unsteady(), Mlp(), Mlp()], memory=memory, verify=verify, fraction_bits=22)
+    if accumulating:
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+    y = net(torch.randn(3, 8))
+    with pytest.raises(rg.ReplayError, match=text):
+        y.sum().backward()
+    if memory == "reverse":
+        assert all((p.grad is None) if not accumulating else (p.grad == 1).all() for p in net.parameters())
+
+
+class Branches(nn.Module):
+    """Takes another path every other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x).tanh() if self.calls % 2 else self.linear(x)
+
+
+def test_other_tensors_saved_in_replay_are_noticed_without_verify() -> None:
+    net = rg.MomentumNet([Mlp(), Branches()], memory="reverse", fraction_bits=22)
+    with pytest.raises(rg.ReplayError, match=r"block 1 did not repeat itself: .* saved"):
+        net(torch.randn(3, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_parameters_changed_before_backward(memory: str) -> None:
+    blocks, x = stack("mlp", 3)
+    net = rg.MomentumNet(blocks, memory=memory)
+    loss = net(x).sum()
+    with torch.no_grad():
+        blocks[1].inner.weight.add_(1)
+    with pytest.raises(rg.ReplayError, match="block 1 was changed after its forward"):
+        loss.backward()
+
+
+def test_extra_inputs_changed_before_backward() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return self.linear(x + shift)
+
+    shift = torch.zeros(8)
+    net = rg.MomentumNet([Shifted()] * 3, memory="reverse")
+    loss = net(torch.randn(2, 8), shift).sum()
+    shift += 1
+    with pytest.raises(rg.ReplayError, match="extra input"):
+        loss.backward()
+
+
+def test_optimizer_in_backward_refuses_tied_weights() -> None:
+    block = Mlp()
+    net = rg.MomentumNet([block, Mlp(), block], memory="reverse")
+
+    def step(g: Tensor) -> None:
+        with torch.no_grad():
+            block.outer.weight -= 0.1 * g
+
+    y = net(torch.randn(2, 8))
+    net.blocks[1].outer.weight.register_hook(lambda g: step(torch.ones_like(g)))  # between the two uses of the block
+    with pytest.raises(rg.ReplayError, match="block 0 was changed after its forward"):
+        y.sum().backward()
+
+
+def test_a_block_with_state_of_its_own_is_refused() -> None:
+    spectral = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    net = rg.MomentumNet([Mlp(), spectral], memory="reverse", fraction_bits=20)
+    with pytest.raises(rg.ReplayError, match=r"block 1 changed one of its buffers .* memory='store'"):
+        net(torch.randn(2, 8))
+    net.memory = "store"
+    net(torch.randn(2, 8)).sum().backward()
+
+
+def test_an_exception_in_the_replay_leaves_the_tape_usable() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.fail = nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fail:
+                raise KeyboardInterrupt
+            return self.linear(x).tanh()
+
+    fails = Fails()
+    net = rg.MomentumNet([Mlp(), fails, Mlp()], memory="reverse", verify="end", fraction_bits=22)
+    x = torch.randn(2, 8)
+    expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    loss = net(x).sum()
+    fails.fail = True
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    fails.fail = False
+    again = torch.autograd.grad(loss, list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))

@@ -1,0 +1,95 @@
+"""The package as a whole: which way its imports point, how large its core is, what its wheel needs."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "retrograde"
+LAYERS = ["core", "kernels", "stack", "measure", "theory", "nets", "cli"]  # each may import from those before it
+OUTSIDE = {"core": {"torch"}, "kernels": {"torch", "triton"}, "stack": {"torch"}, "measure": {"torch"}}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, relative ones resolved."""
+    package = ("retrograde", *path.relative_to(SOURCE).parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            found |= {module} if node.module else {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_down(layer: str) -> None:
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    for path in (SOURCE / layer).rglob("*.py"):
+        for name in imports(path):
+            top, *rest = name.split(".")
+            if top == "retrograde" and rest:
+                assert rest[0] in allowed, f"{path.name} of {layer}/ imports {name}"
+            elif top != "retrograde" and layer in OUTSIDE:
+                assert top in OUTSIDE[layer] | set(sys.stdlib_module_names), f"{path.name} of {layer}/ imports {name}"
+
+
+def test_core_is_read_in_one_sitting() -> None:
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (SOURCE / "core").glob("*.py")}
+    assert sum(sizes.values()) < 900
+    assert max(sizes.values()) <= 250
+
+
+def test_readme_snippets_run() -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {})
+
+
+def test_no_machine_in_tracked_files() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"https?://[a-z0-9.-]*(pypi|pythonhosted|npmjs|debian)\.|/(opt|root|work)/")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".c", ""} and path.exists() and path != Path(__file__):
+            assert not pattern.search(path.read_text(errors="ignore")), name
+
+
+@pytest.mark.slow
+def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "clean", with_pip=True)
+    python = tmp_path / "clean" / "bin" / "python"
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    install = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints-cpu.txt"), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, env=environment)
+    code = (
+        "import importlib.metadata as m, torch, retrograde as rg; net = rg.MomentumNet([torch.nn.Linear(4, 4)] * 8);"
+        "net(torch.ones(2, 4)).sum().backward(); print(rg.__version__, rg.__file__, m.version('retrograde'))"
+    )
+    done = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "site-packages" in done.stdout
+    files = list((tmp_path / "clean").rglob("retrograde/py.typed"))
+    assert files, "py.typed is missing from the wheel"
+    assert list((tmp_path / "clean").rglob("retrograde/kernels/cpu.c")), "cpu.c is missing from the wheel"
+    cli = subprocess.run(
+        [str(tmp_path / "clean" / "bin" / "retrograde")], capture_output=True, text=True, env=environment
+    )
+    assert "retrograde[experiments]" in cli.stderr + cli.stdout
