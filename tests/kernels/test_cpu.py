@@ -4,19 +4,14 @@ from fractions import Fraction
 
 import pytest
 import torch
+from bodies import ratios, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from retrograde.core import ops as plain
-from retrograde.core.rational import LIMIT, gain
 from retrograde.kernels import cpu, native
 
 BODIES = ["compiled", "pieces"]
-ratios = st.one_of(
-    st.sampled_from([Fraction(9, 10), Fraction(99, 100), Fraction(1, 2), Fraction(1, 10), Fraction(1), Fraction(0)]),
-    st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p))),
-)
 
 
 @pytest.fixture(params=BODIES)
@@ -26,41 +21,6 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     elif native.load() is None:
         pytest.skip("no C compiler on this machine")
     return request.param
-
-
-def state(
-    gamma: Fraction, shape: tuple[int, ...], width: torch.dtype, layout: str, dtype: torch.dtype, seed: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, v = (torch.randint(-(2**29), 2**29, shape, generator=generator, dtype=torch.int32) for _ in range(2))
-    room = min(torch.iinfo(width).max // gamma.denominator, 2**20)  # leaves a place for the next digit
-    i = torch.randint(0, max(room, 1), shape, generator=generator).to(width) if gamma.denominator > 1 else None
-    y = torch.randn(shape, generator=generator).mul_(10 ** (seed % 3)).to(dtype)
-    if layout == "channels_last" and len(shape) == 4:
-        x, v, y = (t.contiguous(memory_format=torch.channels_last) for t in (x, v, y))
-        i = None if i is None else i.contiguous(memory_format=torch.channels_last)
-    if layout == "other":
-        y = y.transpose(0, -1).contiguous().transpose(0, -1)
-    return x, v, i, y, torch.empty_like(x, dtype=dtype)
-
-
-def step_both(ours: object, state_: tuple, gamma: Fraction, residual: bool, guard: int) -> tuple[list, list]:
-    """State after a step on and a step back, by our bodies and by the plain ones."""
-    found = []
-    for module in (ours, plain):
-        x, v, i, y, out = (None if t is None else t.clone() for t in state_)
-        watch = torch.zeros(2)
-        n, d = gamma.numerator, gamma.denominator
-        step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, residual)
-        module.advance_(x, v, i, *step, guard, out, watch)
-        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch)]
-        if n:
-            module.pull_(x, v, 2.0**-20, guard, out)
-            trace.append(out.clone())
-            module.retreat_(x, v, i, *step)
-            trace += [x, v, i]
-        found.append(trace)
-    return found[0], found[1]
 
 
 @settings(max_examples=60)
@@ -114,5 +74,22 @@ def test_the_operators_use_these_bodies(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_compiler_that_fails_is_no_harm(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.load.__wrapped__() is None
+    assert native._library.__wrapped__() is None
     assert not list((tmp_path / "retrograde").glob("*"))
+
+
+@pytest.mark.parametrize("which", BODIES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 70_001), (2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype, monkeypatch) -> None:
+    if which == "pieces":
+        monkeypatch.setattr(native, "load_carry", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    gx, gv, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+    found = []
+    for module in (cpu, plain):
+        arrays = [gx.clone(), gv.clone(), d, torch.empty(shape, dtype=dtype)]
+        module.carry_(*arrays[:3], 0.9, 0.1, residual, arrays[3])
+        found.append(arrays)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -293,7 +293,7 @@ def test_repr_says_what_it_is() -> None:
 
 
 def test_the_range_follows_drifting_scales() -> None:
-    block = nn.Linear(4, 4)
+    block = nn.Linear(4, 4, bias=False)
     net = rg.MomentumNet([block] * 8, memory="reverse")
     x = torch.randn(2, 4)
     bits = []

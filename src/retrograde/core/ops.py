@@ -3,6 +3,7 @@
     advance_   v ← γ·v + gain·f   x ← x + ⌊v⌉     out = decode(x), the next block's input
     pull_      x ← x − ⌊v⌉                        out = decode(x), the same block's input again
     retreat_   v ← (v − gain·f) / γ
+    carry_     gx ← gx + d   s = gx + gv   gf = gain·s   gv ← γ·s     the gradient of a step, d that of its `out`
 
 v has `guard` more binary digits than x, and ⌊v⌉ is v rounded to x's. Rounding is a function of v alone, so it is undone as
 exactly as it is done; without the guard digits the noise of each γ·v would be summed 1/(1−γ) times over into x.
@@ -30,6 +31,9 @@ library.define(
 )
 library.define("pull_(Tensor(a!) x, Tensor v, float unit, int guard, Tensor(b!) out) -> ()")
 library.define(f"retreat_(Tensor x, Tensor(b!) v, Tensor(c!)? i, {_STEP}) -> ()")
+library.define(
+    "carry_(Tensor(a!) gx, Tensor(b!) gv, Tensor d, float gamma, float gain, bool residual, Tensor(c!) gy) -> ()"
+)
 
 ops = torch.ops.retrograde
 
@@ -88,9 +92,18 @@ def retreat_(
         i.copy_(buffer)
 
 
+def carry_(gx: Tensor, gv: Tensor, d: Tensor, gamma: float, gain: float, residual: bool, gy: Tensor) -> None:
+    s = gv.add_(gx.add_(d))
+    step = s * gain
+    s.mul_(gamma)
+    if residual:
+        gx.sub_(step)
+    gy.copy_(step)
+
+
 def _largest(values: Tensor) -> Tensor:
     return values.abs().amax() if values.numel() else values.new_zeros(())
 
 
-for _body in (advance_, pull_, retreat_):
+for _body in (advance_, pull_, retreat_, carry_):
     library.impl(_body.__name__, _body, "CompositeExplicitAutograd")

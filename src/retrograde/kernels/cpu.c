@@ -140,3 +140,18 @@ void retrograde_run(job *whole, int32_t threads) {
     whole->peak[1] = peak_x;
     whole->bad = bad;
 }
+
+/* The gradient of a step: gx <- gx + d, s = gv + gx, gy = s*gain, gv <- s*gamma, and gx <- gx - gy where residual. */
+void retrograde_carry(float *restrict gx, float *restrict gv, const float *restrict d, float *restrict gy,
+                      int64_t size, float gamma, float gain, int32_t residual, int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t from = 0; from < size; from += PIECE) {
+        const int64_t to = size - from < PIECE ? size : from + PIECE;
+        for (int64_t e = from; e < to; e++) {
+            const float x = gx[e] + d[e], s = gv[e] + x, y = s * gain;
+            gv[e] = s * gamma;
+            gy[e] = y;
+            gx[e] = residual ? x - y : x;
+        }
+    }
+}

@@ -23,16 +23,10 @@ from torch import Tensor
 
 from ..core import ops as plain
 from . import native
+from .layout import alike, laid_out_as
 
 PIECE = 1 << 16
 """Elements worked on at a time: the temporaries of a piece fit the cache, and torch uses all its threads on it."""
-
-
-def _flat(t: Tensor, like: Tensor) -> Tensor:
-    """t as one run of memory in the element order of `like`; a copy if it is laid out otherwise."""
-    if t.stride() != like.stride():
-        t = torch.empty_like(like, dtype=t.dtype).copy_(t)
-    return t.as_strided((t.numel(),), (1,))
 
 
 def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
@@ -43,15 +37,12 @@ def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 def _fits(x: Tensor, *written: Tensor | None) -> bool:
     """Whether x, and what is written beside it, can be worked through as flat 32-bit pieces."""
-    if x.dtype != torch.int32 or x.numel() == 0 or any(t is not None and t.stride() != x.stride() for t in written):
-        return False
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return x.dtype == torch.int32 and alike(x, *written)
+
+
+def _flat(t: Tensor, like: Tensor) -> Tensor:
+    """t as one run of memory in the element order of `like`; a copy if it is laid out otherwise."""
+    return laid_out_as(like, t).as_strided((t.numel(),), (1,))
 
 
 class _Scratch(threading.local):
@@ -185,6 +176,15 @@ def retreat_(
             _multiply_(v_, i_, d, n)
 
 
+def carry_(gx: Tensor, gv: Tensor, d: Tensor, gamma: float, gain: float, residual: bool, gy: Tensor) -> None:
+    run = native.load_carry()
+    if run is None or any(t.dtype != torch.float32 for t in (gx, gv, d, gy)) or not alike(gx, gv, d, gy):
+        plain.carry_(gx, gv, d, gamma, gain, residual, gy)
+        return
+    threads = min(torch.get_num_threads(), 1 + gx.numel() // PIECE)
+    run(*(t.data_ptr() for t in (gx, gv, d, gy)), gx.numel(), gamma, gain, residual, threads)
+
+
 library = torch.library.Library("retrograde", "IMPL")
-for _body in (advance_, pull_, retreat_):
+for _body in (advance_, pull_, retreat_, carry_):
     library.impl(_body.__name__, _body, "CPU")

@@ -1,8 +1,8 @@
 """Compiles `cpu.c` with the machine's own C compiler, once, and calls it.
 
 The library is built at first use and kept in the user's cache directory under a name made of the source, the flags and the
-kind of processor. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `load` returns None and the torch bodies of
-`cpu` are used: slower, the same bits.
+kind of processor. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `load` and `load_carry` return None and the torch
+bodies of `cpu` are used: slower, the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
@@ -40,19 +41,36 @@ ADVANCE, PULL, RETREAT = range(3)
 
 
 @functools.cache
-def load() -> Callable[[ctypes.Array[Job] | object, int], None] | None:
-    """The compiled entry point `retrograde_run(job, threads)`, or None."""
+def _library() -> ctypes.CDLL | None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler or sys.platform == "win32" or os.environ.get("RETROGRADE_NATIVE") == "0":
         return None
     for machine in (("-march=native",), ()):
         try:
-            run = ctypes.CDLL(str(_build(compiler, (*_FLAGS, *machine)))).retrograde_run
+            return ctypes.CDLL(str(_build(compiler, (*_FLAGS, *machine))))
         except (OSError, subprocess.SubprocessError):
             continue
-        run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_int32], None
-        return run
     return None
+
+
+@functools.cache
+def load() -> Callable[..., None] | None:
+    """The compiled `retrograde_run(job, threads)`, or None."""
+    library = _library()
+    return None if library is None else _typed(library.retrograde_run, "p i")
+
+
+@functools.cache
+def load_carry() -> Callable[..., None] | None:
+    """The compiled `retrograde_carry(gx, gv, d, gy, size, gamma, gain, residual, threads)`, or None."""
+    library = _library()
+    return None if library is None else _typed(library.retrograde_carry, "p p p p l f f i i")
+
+
+def _typed(function: Any, signature: str) -> Any:
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+    function.argtypes, function.restype = [kinds[c] for c in signature.split()], None
+    return function
 
 
 def _build(compiler: str, flags: tuple[str, ...]) -> Path:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..core.ops import ops
 from ..core.rational import gain
 from .momentum import Momentum
 
@@ -78,6 +79,10 @@ class Step(Function):
 
     @staticmethod
     def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gx is not None and gv is not None and d is not None and not torch.is_grad_enabled():
+            gy = torch.empty_like(gx, dtype=ctx.dtype)
+            ops.carry_(gx, gv, d, ctx.gamma, ctx.gain, ctx.residual, gy)
+            return gx, gv, gy, None, None
         gx = _sum(gx, d, ctx.work)
         s = _sum(gv, gx, ctx.work)
         if s is None:

@@ -1,0 +1,219 @@
+"""CUDA bodies in Triton: each step one pass over memory, in 32-bit arithmetic.
+
+Quotients by n and d are products with precomputed reciprocals (Granlund and Montgomery, 1994): for 0 ≤ a < 2^31,
+
+    a div b = mulhi(a, M) >> (l − 1)        l = bits of b − 1,   M = 2^(31+l) div b + 1
+
+exact, and no recompilation when γ changes. A negative v is shifted up by a multiple of d first. Products and sums are not
+contracted into fused ones, so the bits are those of the plain-torch bodies. Denominators from 2^15 on take 64-bit products.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, which is how they are tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..core import ops as plain
+from ..core.rational import NARROW
+from .layout import alike, laid_out_as
+
+BLOCK = 1024
+KEEP, ZERO, NARROW_RATIO, WIDE_RATIO = range(4)
+
+
+def reciprocal(b: int) -> tuple[int, int]:
+    """(M, shift) with a div b = mulhi(a, M) >> shift for 0 ≤ a < 2^31; b ≥ 2.
+
+    >>> M, shift = reciprocal(10)
+    >>> all((a * M >> 32) >> shift == a // 10 for a in (0, 9, 10, 99, 2**31 - 1))
+    True
+    """
+    bits = (b - 1).bit_length()
+    return (1 << (31 + bits)) // b + 1, bits - 1
+
+
+@triton.jit
+def _quotient(a, m, shift):
+    """a div b for 0 ≤ a < 2^31, from the reciprocal of b (b = 1: shift is −1)."""
+    high = tl.umulhi(a.to(tl.uint32), m.to(tl.uint32)) >> tl.maximum(shift, 0).to(tl.uint32)
+    return tl.where(shift < 0, a, high.to(tl.int32))
+
+
+@triton.jit
+def _round(a):
+    """To the nearest integer, ties to even. From 2^23 on a float32 is one already."""
+    shifted = tl.where(a >= 0, (a + 8388608.0) - 8388608.0, (a - 8388608.0) + 8388608.0)
+    return tl.where(tl.abs(a) < 8388608.0, shifted, a)
+
+
+@triton.jit
+def _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND: tl.constexpr):
+    """core.multiply of v and the buffer i by n/d."""
+    if KIND == 2:
+        rest = _quotient(i, m_n, s_n)
+        u = i - rest * n
+        q = _quotient(v + lift * d, m_d, s_d) - lift
+        t = (v - q * d) * n + u
+        carry = _quotient(t, m_d, s_d)
+        v = q * n + carry
+        i = rest * d + (t - carry * d)
+    elif KIND == 3:
+        rest = i // n
+        u = v.to(tl.int64) * n + (i - rest * n)
+        q = u // d
+        q = tl.where(u - q * d < 0, q - 1, q)
+        i = (rest.to(tl.int64) * d + (u - q * d)).to(tl.int32)
+        v = q.to(tl.int32)
+    elif KIND == 1:
+        v = v * 0
+    return v, i
+
+
+@triton.jit
+def _step(x, y, scale, unit, RESIDUAL: tl.constexpr, SEEN: tl.constexpr):
+    f = y.to(tl.float32)
+    if RESIDUAL:
+        f = f - (x.to(tl.float32) * unit).to(SEEN).to(tl.float32)
+    return _round(f * scale)
+
+
+@triton.jit
+def _rounded(v, guard):
+    return tl.where(guard > 0, (v + ((1 << guard) >> 1)) >> guard, v)
+
+
+@triton.jit
+def _advance(
+    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr,
+    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + at, inside, other=0)
+    v = tl.load(v_ptr + at, inside, other=0)
+    step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
+    if KIND >= 2:
+        i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
+        v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
+        tl.store(i_ptr + at, i, inside)
+    elif KIND == 1:
+        v = v * 0
+    good = tl.abs(step) <= 1073741824.0
+    v = v + tl.where(good, step, 0.0).to(tl.int32)
+    x = x + _rounded(v, guard)
+    tl.store(v_ptr + at, v, inside)
+    tl.store(x_ptr + at, x, inside)
+    tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
+    # magnitudes as the bits of non-negative floats, which order as integers do, NaN above all
+    peak_v = tl.where(good, tl.abs(v.to(tl.float32)), tl.abs(step)).to(tl.int32, bitcast=True)
+    peak_x = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+    tl.atomic_max(watch_ptr, tl.max(tl.where(inside, peak_v, 0), 0))
+    tl.atomic_max(watch_ptr + 1, tl.max(tl.where(inside, peak_x, 0), 0))
+
+
+@triton.jit
+def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + at, inside, other=0) - _rounded(tl.load(v_ptr + at, inside, other=0), guard)
+    tl.store(x_ptr + at, x, inside)
+    tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
+
+
+@triton.jit
+def _retreat(
+    x_ptr, v_ptr, i_ptr, y_ptr,
+    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(x_ptr + at, inside, other=0) if RESIDUAL else 0
+    step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
+    good = tl.abs(step) <= 1073741824.0
+    v = tl.load(v_ptr + at, inside, other=0) - tl.where(good, step, 0.0).to(tl.int32)
+    if KIND >= 2:
+        i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
+        v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
+        tl.store(i_ptr + at, i, inside)
+    tl.store(v_ptr + at, v, inside)
+
+
+@triton.jit
+def _carry(gx_ptr, gv_ptr, d_ptr, gy_ptr, size, gamma, gain, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gx = tl.load(gx_ptr + at, inside, other=0.0) + tl.load(d_ptr + at, inside, other=0.0).to(tl.float32)
+    s = tl.load(gv_ptr + at, inside, other=0.0) + gx
+    gy = s * gain
+    tl.store(gv_ptr + at, s * gamma, inside)
+    tl.store(gx_ptr + at, gx - gy if RESIDUAL else gx, inside)
+    tl.store(gy_ptr + at, gy, inside)
+
+
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _ratio(n: int, d: int) -> tuple[int, ...]:
+    """n, d, their reciprocals, and the multiple of d that makes any v in range positive."""
+    lift = -(-(2**30 + 1) // d) if d < NARROW else 0
+    return (n, d, *(reciprocal(n) if n > 1 else (0, -1)), *(reciprocal(d) if d > 1 else (0, -1)), lift)
+
+
+def _kind(n: int, d: int) -> int:
+    if n == d:
+        return KEEP
+    return ZERO if n == 0 else NARROW_RATIO if max(n, d) < NARROW else WIDE_RATIO
+
+
+def _grid(t: Tensor) -> tuple[int]:
+    return (triton.cdiv(t.numel(), BLOCK),)
+
+
+def advance_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
+) -> None:  # fmt: skip
+    if x.dtype != torch.int32 or not alike(x, v, i, out):
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
+        return
+    kind = _kind(n, d)
+    watch.zero_()
+    _advance[_grid(x)](
+        x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32),
+        x.numel(), *_ratio(n, d), scale, unit, guard,
+        KIND=kind, RESIDUAL=residual, SEEN=_FLOATS[seen], BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
+    if x.dtype != torch.int32 or not alike(x, v, out):
+        plain.pull_(x, v, unit, guard, out)
+        return
+    _pull[_grid(x)](x, v, out, x.numel(), unit, guard, BLOCK=BLOCK, enable_fp_fusion=False)
+
+
+def retreat_(
+    x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
+    n: int, d: int, scale: float, unit: float, residual: bool,
+) -> None:  # fmt: skip
+    if x.dtype != torch.int32 or not alike(x, v, i):
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual)
+        return
+    _retreat[_grid(x)](
+        x, v, x if i is None else i, laid_out_as(x, y), x.numel(), *_ratio(d, n), scale, unit,
+        KIND=_kind(d, n), RESIDUAL=residual, SEEN=_FLOATS[seen], BLOCK=BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def carry_(gx: Tensor, gv: Tensor, d: Tensor, gamma: float, gain: float, residual: bool, gy: Tensor) -> None:
+    if gx.dtype != torch.float32 or not alike(gx, gv, gy):
+        plain.carry_(gx, gv, d, gamma, gain, residual, gy)
+        return
+    _carry[_grid(gx)](
+        gx, gv, laid_out_as(gx, d), gy, gx.numel(), gamma, gain, RESIDUAL=residual, BLOCK=BLOCK, enable_fp_fusion=False
+    )

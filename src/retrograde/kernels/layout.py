@@ -1,0 +1,27 @@
+"""Tensors as flat runs of memory: what lets a kernel work on any dense layout without copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense(t: Tensor) -> bool:
+    """Whether the elements of t fill one run of memory, in some order."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def alike(t: Tensor, *others: Tensor | None) -> bool:
+    """Whether t is dense and not empty, and the others are laid out as it is."""
+    return t.numel() > 0 and all(o is None or o.stride() == t.stride() for o in others) and dense(t)
+
+
+def laid_out_as(like: Tensor, t: Tensor) -> Tensor:
+    """t, or a copy of it in the layout of `like`."""
+    return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)

@@ -1,0 +1,55 @@
+"""A state of the integer recurrence and a step on it, by two sets of bodies."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retrograde.core import ops as plain
+from retrograde.core.rational import LIMIT, gain
+
+ratios = st.one_of(
+    st.sampled_from([Fraction(9, 10), Fraction(99, 100), Fraction(1, 2), Fraction(1, 10), Fraction(1), Fraction(0)]),
+    st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p))),
+)
+
+
+def state(
+    gamma: Fraction, shape: tuple[int, ...], width: torch.dtype, layout: str, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, v = (torch.randint(-(2**29), 2**29, shape, generator=generator, dtype=torch.int32) for _ in range(2))
+    room = min(torch.iinfo(width).max // gamma.denominator, 2**20)  # leaves a place for the next digit
+    i = torch.randint(0, max(room, 1), shape, generator=generator).to(width) if gamma.denominator > 1 else None
+    y = torch.randn(shape, generator=generator).mul_(10 ** (seed % 3)).to(dtype)
+    if layout == "channels_last" and len(shape) == 4:
+        x, v, y = (t.contiguous(memory_format=torch.channels_last) for t in (x, v, y))
+        i = None if i is None else i.contiguous(memory_format=torch.channels_last)
+    if layout == "other":
+        y = y.transpose(0, -1).contiguous().transpose(0, -1)
+    return x, v, i, y, torch.empty_like(x, dtype=dtype)
+
+
+def step_both(
+    ours: Any, state_: tuple[Any, ...], gamma: Fraction, residual: bool, guard: int
+) -> tuple[list[Any], list[Any]]:
+    """State after a step on and a step back, by our bodies and by the plain ones."""
+    found = []
+    for module in (ours, plain):
+        x, v, i, y, out = (None if t is None else t.clone() for t in state_)
+        watch = torch.zeros(2)
+        n, d = gamma.numerator, gamma.denominator
+        step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, residual)
+        module.advance_(x, v, i, *step, guard, out, watch)
+        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch)]
+        if n:
+            module.pull_(x, v, 2.0**-20, guard, out)
+            trace.append(out.clone())
+            module.retreat_(x, v, i, *step)
+            trace += [x, v, i]
+        found.append(trace)
+    return found[0], found[1]

@@ -1,0 +1,73 @@
+"""The Triton bodies give the bits of the plain-torch bodies: on a GPU where there is one, else in Triton's interpreter."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from bodies import ratios, state, step_both
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrograde.core import ops as plain
+
+pytest.importorskip("triton")
+cuda = pytest.importorskip("retrograde.kernels.cuda")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter cuts float32 to bfloat16 where the GPU, and torch, round
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+@given(st.integers(2, 2**15), st.integers(0, 2**31 - 1))
+def test_quotients_by_reciprocal_are_exact(b: int, a: int) -> None:
+    m, shift = cuda.reciprocal(b)
+    assert m < 2**32
+    for near in {a, a // b * b, max(a // b * b - 1, 0), 2**31 - 1}:
+        assert (near * m >> 32) >> shift == near // b
+
+
+@settings(max_examples=40)
+@given(
+    gamma=ratios,
+    shape=st.sampled_from([(0,), (1,), (7,), (3, 5), (2, 3, 4, 5), (1_025,), (2, 3_000)]),
+    width=st.sampled_from([torch.uint8, torch.int16, torch.int32]),
+    layout=st.sampled_from(["contiguous", "channels_last", "other"]),
+    dtype=st.sampled_from(DTYPES),
+    residual=st.booleans(),
+    guard=st.integers(0, 20),
+    seed=st.integers(0, 10**6),
+)
+def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, residual, guard, seed) -> None:
+    if gamma.denominator - 1 > torch.iinfo(width).max:
+        width = torch.int32
+    s = tuple(t if t is None else t.to(DEVICE) for t in state(gamma, shape, width, layout, dtype, seed))
+    ours, theirs = step_both(cuda, s, gamma, residual, guard)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    if gamma:
+        for a, b in zip(ours[-3:], s[:3], strict=True):
+            assert a is None or torch.equal(a, b), "a step back does not undo a step"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, residual: bool) -> None:
+    s = state(Fraction(9, 10), (3_000,), torch.int32, "contiguous", torch.float32, 0)
+    x, v, i, y, out = (t.to(DEVICE) for t in s)
+    y[2_345] = poison
+    watch = torch.zeros(2, device=DEVICE)
+    cuda.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, residual, 3, out, watch)
+    assert not watch[0] <= 2.0**30
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1_500), (2, 3, 4, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype) -> None:
+    gx, gv, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+    found = []
+    for module in (cuda, plain):
+        arrays = [t.clone().to(DEVICE) for t in (gx, gv, d, torch.empty(shape, dtype=dtype))]
+        module.carry_(*arrays[:3], 0.9, 0.1, residual, arrays[3])
+        found.append(arrays)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
