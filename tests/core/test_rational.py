@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.core.rational import LIMIT, as_ratio, as_ratios, buffer_bytes, buffers, gain, next_bound
+from retrograde.core.rational import LIMIT, as_ratio, as_ratios, buffers, gain, next_bound
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,10 @@ def test_buffer_dtypes_at_nine_tenths() -> None:
         assert buffers([gamma] * depth) == {0: dtype}
         assert buffers([gamma] * (depth + 1)) != {0: dtype}
     assert buffers([gamma] * 400) == {0: torch.int32, 166: torch.int32, 332: torch.int32}
-    assert buffer_bytes([gamma] * 400) == 12
 
 
 def test_no_buffer_without_a_multiplication() -> None:
     assert buffers([Fraction(1)] * 5) == {0: None}
-    assert buffer_bytes([Fraction(1)] * 5) == 0
 
 
 @given(st.fractions(0, 1, max_denominator=2**12).filter(lambda g: 0 < g < 1), st.integers(1, 300))

@@ -3,13 +3,14 @@
 What a block computes depends on more than its input: its parameters, its extra inputs, train or eval mode, random
 numbers, autocast. A `Call` notes all of these at the first run and restores (mode, random numbers, autocast) or
 checks (parameters, extra inputs) them at every later one. Running statistics of normalisation layers move in
-the first run only: later runs work on copies.
+the first run only: later runs put theirs aside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ class Extra:
         self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
     def devices(self, x: Tensor) -> Devices:
+        """Whose random generators a block may draw from, besides the CPU's."""
+        if not self.tensors:
+            return () if x.device.type in ("cpu", "meta") else (x.device,)
         return tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
 
 
@@ -86,7 +90,7 @@ class Call:
 
         with ExitStack() as stack:
             stack.enter_context(_modes(self.modules, self.training))
-            stack.enter_context(scratch_buffers(m for m in self.modules if _has_statistics(m)))
+            stack.enter_context(_other_buffers((m for m in self.modules if _has_statistics(m)), _scratch))
             if self.autocast != _autocast_state(x.device.type):
                 for device, enabled, dtype, cache in self.autocast:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
@@ -136,17 +140,31 @@ def _modes(modules: Sequence[nn.Module], training: list[bool]) -> Iterator[None]
             m.training = not m.training
 
 
-@contextmanager
-def scratch_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+def copied_buffers(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Let the modules work on copies of their buffers."""
+    return _other_buffers(modules, Tensor.clone)
+
+
+@contextmanager
+def _other_buffers(modules: Iterable[nn.Module], other: Callable[[Tensor], Tensor]) -> Iterator[None]:
     originals = [(m, dict(m._buffers)) for m in modules if m._buffers]
     for m, buffers in originals:
-        m._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        m._buffers.update({name: b if b is None else other(b) for name, b in buffers.items()})
     try:
         yield
     finally:
         for m, buffers in originals:
             m._buffers.update(buffers)
+
+
+def _scratch(statistics: Tensor) -> Tensor:
+    """Somewhere to put running statistics that nobody will read."""
+    return _scratch_like(statistics.shape, statistics.dtype, statistics.device)
+
+
+@lru_cache(maxsize=64)
+def _scratch_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _autocast_state(device: str) -> list[tuple[str, bool, torch.dtype, bool]]:

@@ -96,8 +96,3 @@ def buffers(gammas: Sequence[Fraction]) -> dict[int, torch.dtype | None]:
         bound = grown
         begins[start] = next(dtype for dtype, largest in _BUFFERS if bound <= largest) if bound else None
     return begins
-
-
-def buffer_bytes(gammas: Sequence[Fraction]) -> int:
-    """Bytes of buffer per element that a network with these γ holds at the end of its forward pass."""
-    return sum(dtype.itemsize for dtype in buffers(gammas).values() if dtype is not None)

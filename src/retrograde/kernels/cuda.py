@@ -11,6 +11,8 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, which is how they 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -158,6 +160,7 @@ def _carry(gx_ptr, gv_ptr, d_ptr, gy_ptr, size, gamma, gain, RESIDUAL: tl.conste
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@lru_cache(maxsize=1024)
 def _ratio(n: int, d: int) -> tuple[int, ...]:
     """n, d, their reciprocals, and the multiple of d that makes any v in range positive."""
     lift = -(-(2**30 + 1) // d) if d < NARROW else 0

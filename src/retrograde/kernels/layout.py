@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 
-def dense(t: Tensor) -> bool:
-    """Whether the elements of t fill one run of memory, in some order."""
+@lru_cache(maxsize=1024)
+def dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor fill one run of memory, in some order."""
     expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
                 return False
@@ -19,7 +22,7 @@ def dense(t: Tensor) -> bool:
 
 def alike(t: Tensor, *others: Tensor | None) -> bool:
     """Whether t is dense and not empty, and the others are laid out as it is."""
-    return t.numel() > 0 and all(o is None or o.stride() == t.stride() for o in others) and dense(t)
+    return t.numel() > 0 and all(o is None or o.stride() == t.stride() for o in others) and dense(t.shape, t.stride())
 
 
 def laid_out_as(like: Tensor, t: Tensor) -> Tensor:

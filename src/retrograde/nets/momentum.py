@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, Extra, rng_from, scratch_buffers
+from ..core.call import Call, Extra, copied_buffers, rng_from
 from ..core.errors import RangeOverflow, ReplayError
 from ..core.fixedpoint import FixedPoint
 from ..core.rational import as_ratios
@@ -186,7 +186,7 @@ class MomentumNet(nn.Module):
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
         """The largest |x| and |v| of a pass, in a range wide enough for anything, leaving no trace."""
-        with rng_from(None, extra.devices(x0)), scratch_buffers(self.modules()):
+        with rng_from(None, extra.devices(x0)), copied_buffers(self.modules()):
             run = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow)
         return peaks(run.state.watch, _SURVEY)
 

@@ -114,7 +114,11 @@ class Coupled:
 
     def step(self, block: Callable[..., Any], extra: Extra, name: str = "") -> None:
         """Run the next block and take its half-step."""
-        y, moved, r = self._output(block, extra, name or f"block {self.k}"), self.k % 2, self.state.scheme.squeezes[self.k]
+        y, moved, r = (
+            self._output(block, extra, name or f"block {self.k}"),
+            self.k % 2,
+            self.state.scheme.squeezes[self.k],
+        )
         if self.tracked:
             self.tokens[moved], self.x = Half.apply(self.tokens[moved], y, self.state, self.k)
             if r > 1:

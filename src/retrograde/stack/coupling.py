@@ -44,7 +44,7 @@ def squeeze(x: Tensor, r: int) -> Tensor:
             "the images, or use fewer squeezes."
         )
     n, c, h, w = x.shape
-    return x.view(n, c, h // r, r, w // r, r).permute(0, 3, 5, 1, 2, 4).reshape(n, r * r * c, h // r, w // r)
+    return _plain(x.reshape(n, c, h // r, r, w // r, r).permute(0, 3, 5, 1, 2, 4).reshape(n, r * r * c, h // r, w // r))
 
 
 def unsqueeze(x: Tensor, r: int) -> Tensor:
@@ -52,7 +52,14 @@ def unsqueeze(x: Tensor, r: int) -> Tensor:
     if r == 1:
         return x
     n, c, h, w = x.shape
-    return x.reshape(n, r, r, c // (r * r), h, w).permute(0, 3, 4, 1, 5, 2).reshape(n, c // (r * r), r * h, r * w)
+    return _plain(
+        x.reshape(n, r, r, c // (r * r), h, w).permute(0, 3, 4, 1, 5, 2).reshape(n, c // (r * r), r * h, r * w)
+    )
+
+
+def _plain(x: Tensor) -> Tensor:
+    """x with the strides of a fresh tensor, also where a size of 1 leaves them open: convolutions choose by strides."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +91,9 @@ class Coupling:
         self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
         scaled = [half.detach().to(fixed.work) * 2.0**fixed.bits for half in halves(x0, scheme.dim)]
         self._look(0, *scaled)
-        self.streams = [torch.round(half).to(fixed.dtype).contiguous() for half in scaled]
+        self.streams = [torch.round(half).to(fixed.dtype) for half in scaled]
+        if max(scheme.squeezes) > 1:  # a squeeze and its inverse set the strides: have the same from the start
+            self.streams = [_plain(q) for q in self.streams]
 
     def token(self) -> Tensor:
         """A stand-in of a stream's shape that carries gradients and holds no values."""

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..core.ops import ops
-from ..core.rational import gain
 from .momentum import Momentum
 
 
@@ -71,8 +70,8 @@ class Step(Function):
     @staticmethod
     def forward(ctx: Any, xt: Tensor, vt: Tensor, y: Tensor, state: Momentum, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        gamma = state.recurrence.gammas[k]
-        ctx.gamma, ctx.gain, ctx.residual = float(gamma), float(gain(gamma)), state.recurrence.residual
+        _, _, ctx.gamma, ctx.gain = state.recurrence.factors[k]
+        ctx.residual = state.recurrence.residual
         ctx.dtype, ctx.work = y.dtype, state.fixed.work
         out = state.advance(k, y)
         return state.token(), state.token(), out

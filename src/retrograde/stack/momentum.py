@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ class Recurrence:
     gammas: tuple[Fraction, ...]
     residual: bool  # the blocks compute x + f(x), not f(x)
 
+    @cached_property
+    def factors(self) -> list[tuple[int, int, float, float]]:
+        """n, d, γ and the factor on f, layer by layer."""
+        return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
+
+    @cached_property
+    def begins(self) -> dict[int, torch.dtype | None]:
+        """Where the information buffers begin, and their dtypes."""
+        return buffers(self.gammas)
+
 
 class Momentum:
     """x, v and the information buffers of one forward pass.
@@ -45,7 +56,7 @@ class Momentum:
     ) -> None:
         self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
         self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
-        self.begins = buffers(recurrence.gammas)
+        self.begins = recurrence.begins
         self.buffers: list[Tensor | None] = []
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         self.eager = overflow == "raise" and x0.device.type == "cpu"
@@ -120,9 +131,9 @@ class Momentum:
         return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach(), guard))
 
     def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
-        gamma = self.recurrence.gammas[k]
-        scale = float(gain(gamma)) * 2.0 ** (self.fixed.bits + self.fixed.guard)
-        return y.detach(), self.dtype, gamma.numerator, gamma.denominator, scale, self.unit, self.recurrence.residual
+        n, d, _, factor = self.recurrence.factors[k]
+        scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
+        return y.detach(), self.dtype, n, d, scale, self.unit, self.recurrence.residual
 
     def _check(self, row: int) -> None:
         if self.eager:

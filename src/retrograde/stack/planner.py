@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..core.fixedpoint import integer_dtype
-from ..core.rational import buffer_bytes
 from .momentum import Recurrence
 
 MODES = ("reverse", "checkpoint", "store", "auto")
@@ -25,7 +24,7 @@ def holding(recurrence: Recurrence, dtype: torch.dtype) -> dict[str, int]:
     """
     held = {"checkpoint": dtype.itemsize * len(recurrence.gammas)}
     if 0 not in recurrence.gammas:
-        held["reverse"] = 2 * integer_dtype(dtype).itemsize + buffer_bytes(recurrence.gammas)
+        held["reverse"] = 2 * integer_dtype(dtype).itemsize + sum(b.itemsize for b in recurrence.begins.values() if b)
     return held
 
 
