@@ -71,7 +71,7 @@ class Step(Function):
     def forward(ctx: Any, xt: Tensor, vt: Tensor, y: Tensor, state: Momentum, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         _, _, ctx.gamma, ctx.gain = state.recurrence.factors[k]
-        ctx.residual = state.recurrence.residual
+        ctx.residual, ctx.thread = state.recurrence.residual, state.thread
         ctx.dtype, ctx.work = y.dtype, state.fixed.work
         out = state.advance(k, y)
         return state.token(), state.token(), out

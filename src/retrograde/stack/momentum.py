@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..core.call import SameThread
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.ops import ops, rounded
@@ -61,6 +62,7 @@ class Momentum:
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         self.eager = overflow == "raise" and x0.device.type == "cpu"
         self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
+        self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
         self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
         self.x = self._encoded(x0)
         self.v = torch.zeros_like(self.x)
