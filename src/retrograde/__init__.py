@@ -8,8 +8,10 @@ True
 """
 
 from . import kernels as kernels
+from . import theory as theory
 from .core.errors import RangeOverflow, ReplayError
+from .measure import measure
 from .nets.momentum import MomentumNet, State
 
 __version__ = "0.1.0"
-__all__ = ["MomentumNet", "RangeOverflow", "ReplayError", "State"]
+__all__ = ["MomentumNet", "RangeOverflow", "ReplayError", "State", "measure", "theory"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from problems import Mlp, stack
+from problems import Mlp, float_recurrence, stack
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, math.nan, math.inf, 1 - 1e-8, Fraction(1, 10**7)])
@@ -118,11 +118,61 @@ def test_values_beyond_the_range() -> None:
 
 
 def test_after_an_overflow_the_range_is_found_anew() -> None:
+    block, x = nn.Linear(4, 4), torch.randn(2, 4)
+    net = rg.MomentumNet([block] * 3)
+    net(x)
+    with torch.no_grad():
+        block.weight *= 1e5
+    with pytest.raises(rg.RangeOverflow, match="calibrates anew"):
+        net(x)
+    net(x).sum().backward()
+
+
+def test_inputs_of_another_scale_are_no_overflow() -> None:
     net = rg.MomentumNet([nn.Linear(4, 4)] * 3)
-    net(torch.randn(2, 4))
-    with pytest.raises(rg.RangeOverflow):
-        net(torch.randn(2, 4) * 1e6)
-    net(torch.randn(2, 4) * 1e6).sum().backward()
+    for scale in (0.0, 1.0, 1e4, 1e-6, 1e6):
+        net(torch.randn(2, 4) * scale).sum().backward()
+
+
+def test_branches_that_start_at_zero() -> None:
+    """The last layer of each branch is zero at first, as in many recipes: v grows from nothing."""
+    blocks = [Mlp(8, 16) for _ in range(12)]
+    for block in blocks:
+        nn.init.zeros_(block.outer.weight)
+    net = rg.MomentumNet(blocks, memory="reverse")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), target).backward()
+        optimizer.step()
+
+
+def test_tiny_activations_keep_their_digits() -> None:
+    for scale in (1e-7, 1e-9, 1e-12):
+        blocks = [nn.Linear(8, 8, bias=False) for _ in range(10)]
+        x = torch.randn(4, 8) * scale
+        y = rg.MomentumNet(blocks)(x)
+        truth = float_recurrence([b.double() for b in blocks], Fraction(9, 10), x.double()).detach()
+        assert float((y.detach().double() - truth).norm() / truth.norm()) < 1e-6
+
+
+def test_half_precision_does_not_decode_to_infinity() -> None:
+    class Const(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full_like(x, 3e4)
+
+    with pytest.raises(rg.RangeOverflow, match=r"beyond 6\.55e\+04"):
+        rg.MomentumNet([Const(), nn.Tanh()], gamma=1)(torch.full((1, 2), 4e4).half())
+
+
+def test_blocks_added_later() -> None:
+    net = rg.MomentumNet([Mlp()])
+    net.blocks.append(Mlp())
+    with pytest.raises(ValueError, match=r"2 blocks now, and 1 values of gamma"):
+        net(torch.randn(2, 8))
+    net.gamma = 0.9
+    net(torch.randn(2, 8))
 
 
 @pytest.mark.parametrize("how", ["nan", "large"])
@@ -260,7 +310,7 @@ def test_optimizer_in_backward_refuses_tied_weights() -> None:
 def test_a_block_with_state_of_its_own_is_refused() -> None:
     spectral = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     net = rg.MomentumNet([Mlp(), spectral], memory="reverse", fraction_bits=20)
-    with pytest.raises(rg.ReplayError, match=r"block 1 changed one of its buffers .* memory='store'"):
+    with pytest.raises(rg.ReplayError, match=r"block 1 changed a parameter, a buffer .* memory='store'"):
         net(torch.randn(2, 8))
     net.memory = "store"
     net(torch.randn(2, 8)).sum().backward()

@@ -60,7 +60,9 @@ def as_ratio(gamma: Any) -> Fraction:
 
 def as_ratios(gamma: Any, depth: int) -> tuple[Fraction, ...]:
     """One ratio per layer, from one number for all or one number each."""
-    if not isinstance(gamma, Iterable):
+    if isinstance(gamma, torch.Tensor):
+        gamma = gamma.tolist()
+    if not isinstance(gamma, Iterable) or isinstance(gamma, str):
         return (as_ratio(gamma),) * depth
     ratios = tuple(as_ratio(g) for g in gamma)
     if len(ratios) != depth:

@@ -12,6 +12,8 @@ it was kept (`Kept`). The graph is the genuine one, so everything that works wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +40,13 @@ class Kept:
     """One block's input, kept; to a frame, the same as a tape. `private`: the block writes to it, so every run gets a copy."""
 
     def __init__(self, x: Tensor, private: bool = False) -> None:
-        self.x, self.private = x, private
+        self.x, self.private, self.version = x, private, x._version
 
     def recall(self, k: int) -> Tensor:
+        if self.x._version != self.version:
+            raise ReplayError(
+                f"the input of block {k}, kept for its backward pass, was changed in place. Change a copy (x.clone()) instead."
+            )
         return self.x.clone() if self.private else self.x.detach()
 
     def settle(self, k: int, y: Tensor) -> None: ...
@@ -58,13 +64,17 @@ class Tape:
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.start: Any = None  # what `State.rewound` compares with
         self.gradients: dict[int, Gradients] = {}  # by backward pass
-        self.freed = False
+        self.freed = self.broken = False
 
     def recall(self, k: int) -> Tensor:
         if self.freed:
             raise RuntimeError(
                 "The activations of this network were already given up: its backward pass has run once. To run it again, "
                 "pass retain_graph=True to the first backward."
+            )
+        if self.broken:
+            raise RuntimeError(
+                "An earlier backward pass through this network was interrupted. Run the forward pass again."
             )
         task = torch._C._current_graph_task_id()
         if self.verify != "off" and task not in self.gradients:
@@ -74,15 +84,18 @@ class Tape:
                 self.seek(max(k, 0))
                 return self.state.read()
             self.seek(k + 1)
+            with self._unbroken():
+                x = self.state.pull()
             self.pulled = True
-            return self.state.pull()
-        except ReplayError:
+            return x
+        except BaseException:
             self._undo_gradients()
             raise
 
     def settle(self, k: int, y: Tensor) -> None:
         if self.pulled:
-            self.state.retreat(k, y)
+            with self._unbroken():
+                self.state.retreat(k, y)
             self.pulled, self.at = False, k
         if k == self.lowest:
             self._served()
@@ -96,17 +109,28 @@ class Tape:
 
     def seek(self, k: int) -> None:
         while self.at > k:
-            x = self.state.pull()
+            with self._unbroken():
+                x = self.state.pull()
             try:
                 y = self.calls[self.at - 1].again(x, [])
             except BaseException:
                 self.state.push()
                 raise
+            with self._unbroken():
+                self.state.retreat(self.at - 1, y)
             self.at -= 1
-            self.state.retreat(self.at, y)
         while self.at < k:
-            self.state.advance(self.at, self.calls[self.at].again(self.state.read(), []))
+            y = self.calls[self.at].again(self.state.read(), [])
+            with self._unbroken():
+                self.state.advance(self.at, y)
             self.at += 1
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """A step of the state that stops half-way leaves nothing to go on from."""
+        self.broken = True
+        yield
+        self.broken = False
 
     def _served(self) -> None:
         if self.verify != "off":
@@ -171,3 +195,4 @@ class Frame:
         if not self.running:  # else the block takes a gradient inside its own forward: the tape is not past it yet
             self.source.settle(self.k, y)
         self.saved = dict(enumerate(saved))
+        saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

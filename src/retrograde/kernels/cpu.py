@@ -48,6 +48,7 @@ def _flat(t: Tensor, like: Tensor) -> Tensor:
 class _Scratch(threading.local):
     """Temporaries of one piece. They are kept: fresh memory is paid for page by page, more than the arithmetic costs."""
 
+    @torch.inference_mode(False)
     def __init__(self) -> None:
         self.u, self.rest, self.q = (torch.empty(PIECE, dtype=torch.int32) for _ in range(3))
         self.a, self.b = (torch.empty(PIECE, dtype=torch.float64) for _ in range(2))
@@ -84,6 +85,7 @@ def _floor_quotient_(a: Tensor, b: int) -> Tensor:
 
 
 @functools.cache
+@torch.inference_mode(False)
 def _half(b: int) -> Tensor:
     return torch.tensor(0.5 / b, dtype=torch.float64)
 

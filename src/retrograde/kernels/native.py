@@ -48,7 +48,7 @@ def _library() -> ctypes.CDLL | None:
     for machine in (("-march=native",), ()):
         try:
             return ctypes.CDLL(str(_build(compiler, (*_FLAGS, *machine))))
-        except (OSError, subprocess.SubprocessError):
+        except (OSError, RuntimeError, subprocess.SubprocessError):
             continue
     return None
 

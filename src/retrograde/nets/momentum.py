@@ -9,6 +9,7 @@ residual network x ← x + f(x), run as such.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,9 @@ from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, cheapest
 
 Gamma = float | Iterable[float]
-_SURVEY = FixedPoint(20, torch.int64, guard=10)  # wide enough for any activations: |x| to 4e12, in steps of 1e-6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """The end of a forward pass: `x` and `v` as floats, and the integers from which the start can be recovered."""
 
@@ -40,6 +40,7 @@ class State:
     buffers: tuple[Tensor | None, ...] = field(repr=False)
     recurrence: Recurrence = field(repr=False)
     fixed: FixedPoint
+    grad_mode: bool = field(repr=False)  # blocks may take other kernels without it
 
 
 class MomentumNet(nn.Module):
@@ -54,8 +55,9 @@ class MomentumNet(nn.Module):
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
             everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
-        verify: "off"; "end" proves after each backward pass that the whole network was rewound to its start; "blocks" also
-            checks each block's output against a checksum, and names the one that did not repeat itself.
+        verify: "off"; "end" proves, when backward has reached the first block with a gradient, that the whole network was
+            rewound to its start; "blocks" also checks each block's output against a checksum, and names the one that did
+            not repeat itself.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 
     Shape:
@@ -75,7 +77,7 @@ class MomentumNet(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
-        self.form = _choice("form", form, ("branch", "block"))
+        self._form = _choice("form", form, ("branch", "block"))
         self.verify = _choice("verify", verify, ("off", "end", "blocks"))
         self.overflow = _choice("overflow", overflow, ("raise", "nan"))
         if velocity is not None and velocity != "first" and not callable(velocity):
@@ -98,6 +100,11 @@ class MomentumNet(nn.Module):
         self.recurrence = recurrence
 
     @property
+    def form(self) -> str:
+        """Whether the blocks compute f(x) ("branch") or x + f(x) ("block")."""
+        return self._form
+
+    @property
     def memory(self) -> str:
         """The memory mode. May be set, between passes."""
         return self._memory
@@ -113,6 +120,7 @@ class MomentumNet(nn.Module):
         fixed = next(iter(self.range.fixed.values()), None)
         return self.range.setting if fixed is None else fixed.bits
 
+    @torch.compiler.disable  # the pass itself is not for the compiler; compiled blocks are
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
         _check_input(x)
@@ -127,7 +135,13 @@ class MomentumNet(nn.Module):
         held = run.state
         buffers = tuple(None if b is None else b.clone() for b in held.buffers)
         return State(
-            run.finish(), run.velocity(), (held.x.clone(), held.v.clone()), buffers, self.recurrence, held.fixed
+            run.finish(),
+            run.velocity(),
+            (held.x.clone(), held.v.clone()),
+            buffers,
+            self.recurrence,
+            held.fixed,
+            run.tracked,
         )
 
     @torch.no_grad()
@@ -146,13 +160,17 @@ class MomentumNet(nn.Module):
         )
         held.x, held.v = (q.clone() for q in state.integers)
         held.buffers = [None if b is None else b.clone() for b in state.buffers]
-        for k in reversed(range(len(self.blocks))):
-            x = held.pull()
-            held.retreat(k, Like(x).checked(self.blocks[k](x, *extra.args, **extra.kwargs), f"block {k}"))
-        x0, launch = held.read(), self._launch(extra)
-        start = Forward(x0, self.recurrence, state.fixed, mode="store", overflow="nan")
-        if launch is not None:
-            start.launch(*launch)
+        with copied_buffers(self.modules()):
+            for k in reversed(range(len(self.blocks))):
+                x = held.pull()
+                with torch.set_grad_enabled(state.grad_mode):
+                    y = self.blocks[k](x, *extra.args, **extra.kwargs)
+                held.retreat(k, Like(x).checked(y, f"block {k}"))
+            x0, launch = held.read(), self._launch(extra)
+            with torch.set_grad_enabled(state.grad_mode):
+                start = Forward(x0, self.recurrence, state.fixed, mode="store", overflow="nan")
+                if launch is not None:
+                    start.launch(*launch)
         if not held.rewound(start.state.v):
             raise ValueError(
                 "this state did not rewind to a start of this network. It was encoded with other parameters or other extra "
@@ -162,7 +180,12 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
-        fixed = self.range.for_input(x0, lambda: self._survey(x0, extra))
+        if len(self.blocks) != len(self.recurrence.gammas):
+            raise ValueError(
+                f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set "
+                "net.gamma after adding or removing blocks."
+            )
+        fixed = self.range.for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
         mode = cheapest(self.recurrence, x0.dtype) if self.memory == "auto" else self.memory
         try:
             run = self._steps(
@@ -171,7 +194,7 @@ class MomentumNet(nn.Module):
         except RangeOverflow:
             self.range.fixed.clear()
             raise
-        self.range.seen(run.state, raises=self.overflow == "raise")
+        self.range.seen(run.state)
         return run
 
     def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Forward:
@@ -185,10 +208,17 @@ class MomentumNet(nn.Module):
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
-        """The largest |x| and |v| of a pass, in a range wide enough for anything, leaving no trace."""
-        with rng_from(None, extra.devices(x0)), copied_buffers(self.modules()):
-            run = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow)
-        return peaks(run.state.watch, _SURVEY)
+        """The largest |x| and |v| of a pass, in a range 2^45 times as wide as the input, leaving no trace."""
+        peak = float(x0.abs().amax()) if x0.numel() else 0.0
+        wide = FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard=2)
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
+        try:
+            with rng_from(None, extra.devices(x0), extra.generators), copied_buffers(self.modules()):
+                run = self._steps(x0, extra, wide, mode="store", overflow=self.overflow)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        return peaks(run.state.watch, wide)
 
     def _plain(self, x: Tensor, extra: Extra) -> Tensor:
         """γ = 0: the residual network itself."""

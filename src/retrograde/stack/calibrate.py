@@ -6,14 +6,16 @@ without waiting, so the range follows a step or two later; the headroom is there
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.fixedpoint import FixedPoint, calibrated, follow, integer_dtype
-from .momentum import Momentum, check_range
+from .momentum import Momentum, Outcome, check_range
 
 
 def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
@@ -25,47 +27,58 @@ def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
 class Range:
     """The fixed point in use, by the integer dtype it is for."""
 
-    def __init__(self, setting: int | str) -> None:
+    def __init__(self, setting: Any) -> None:
         if setting != "auto" and (
-            isinstance(setting, bool) or not isinstance(setting, int) or not -64 <= setting <= 96
+            isinstance(setting, bool) or not isinstance(setting, Integral) or not -64 <= int(setting) <= 96
         ):
             raise ValueError(f"fraction_bits must be 'auto' or a whole number from -64 to 96; got {setting!r}.")
-        self.setting = setting
+        self.setting: int | str = setting if setting == "auto" else int(setting)
         self.fixed: dict[torch.dtype, FixedPoint] = {}
-        self.pending: list[tuple[Tensor, Any, FixedPoint]] = []
+        self.pending: list[tuple[Tensor, Any, Outcome]] = []
 
-    def for_input(self, x: Tensor, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
+    def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
         """The fixed point for this pass. Raises here what an earlier pass on an accelerator turns out to have met.
 
         Args:
+            most_guard: guard digits at most.
             survey: finds the largest |x| and the largest |v| of a pass; called where there is none to go by.
         """
         while self.pending and self.pending[0][1].query():
-            watch, _, fixed = self.pending.pop(0)
-            self._note(watch, fixed)
-            check_range(watch.tolist(), fixed)
+            watch, _, state = self.pending.pop(0)
+            self._note(watch, state)
+            if state.raises:
+                check_range(watch.tolist(), state.fixed, state.limits)
         dtype = integer_dtype(x.dtype)
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
-        if dtype not in self.fixed:
-            self.fixed[dtype] = calibrated(*survey(), dtype)
-        return self.fixed[dtype]
+        fixed = self.fixed.get(dtype)
+        if fixed is None or self._outgrown(x, fixed):
+            fixed = self.fixed[dtype] = calibrated(*survey(), dtype, most_guard)
+        return fixed
 
-    def seen(self, state: Momentum, raises: bool) -> None:
+    def seen(self, state: Momentum) -> None:
         """Take note of the largest values of a finished pass."""
         if state.watch.device.type == "cpu":
-            self._note(state.watch, state.fixed)
+            self._note(state.watch, state)
             return
         event = torch.get_device_module(state.watch.device).Event()
-        watch = state.watch if raises else state.watch.nan_to_num(0.0, 0.0).clamp_max(state.fixed.limit)
-        self.pending.append((watch.to("cpu", non_blocking=True), event, state.fixed))
+        self.pending.append((state.watch.to("cpu", non_blocking=True), event, state.outcome()))
         event.record()
 
-    def _note(self, watch: Tensor, fixed: FixedPoint) -> None:
+    def _outgrown(self, x: Tensor, fixed: FixedPoint) -> bool:
+        """Whether the input alone uses up the headroom, where that can be known without waiting for a device."""
+        if x.device.type != "cpu" or not x.numel():
+            return False
+        peak = float(x.detach().abs().amax())
+        return fixed.limit / 4 < peak * 2.0**fixed.bits < math.inf
+
+    def _note(self, watch: Tensor, state: Momentum | Outcome) -> None:
+        fixed = state.fixed
         if not (watch <= fixed.limit).all():
             self.fixed.pop(fixed.dtype, None)  # calibrate anew at the next pass
         elif fixed.dtype in self.fixed:
-            self.fixed[fixed.dtype] = follow(self.fixed[fixed.dtype], *peaks(watch, fixed))
+            now = self.fixed[fixed.dtype]
+            self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "pending": []}

@@ -132,7 +132,7 @@ class Coupled:
         out = Leave.apply(*self.tokens, self.state) if self.tracked else self.state.both()
         if self.state.eager:
             return out
-        good = (self.state.watch <= self.state.fixed.limit).all()
+        good = (self.state.watch <= self.state.limits[0]).all()
         return out * torch.where(good, 1.0, float("nan")).to(out.dtype)
 
     def _output(self, block: Callable[..., Any], extra: Extra, name: str) -> Tensor:

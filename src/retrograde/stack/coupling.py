@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.verify import checksum
-from .momentum import check_range
+from .momentum import Outcome
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Scheme:
 
     dim: int  # along which the input is split into v and x
     squeezes: tuple[int, ...]  # after each block: the factor r by which both streams are squeezed (1: not at all)
+    most_guard: int = 0  # both streams have the same digits
 
 
 def squeeze(x: Tensor, r: int) -> Tensor:
@@ -85,7 +87,11 @@ class Coupling:
 
     def __init__(self, x0: Tensor, scheme: Scheme, fixed: FixedPoint, *, overflow: str) -> None:
         self.scheme, self.fixed, self.dtype, self.at = scheme, fixed, x0.dtype, 0
-        self.eager = overflow == "raise" and x0.device.type == "cpu"
+        self.raises = overflow == "raise"
+        self.eager = self.raises and x0.device.type == "cpu"
+        largest = torch.finfo(x0.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
+        limit = min(fixed.limit, largest)
+        self.limits = (limit, limit)  # of either stream, as integers; it must fit its float
         # one row per block, after one for the start; both columns the same, as the two streams share one range
         self.watch = torch.zeros(len(scheme.squeezes) + 1, 2, dtype=torch.float32, device=x0.device)
         self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
@@ -139,6 +145,13 @@ class Coupling:
         """At layer 0: whether both streams are what they were, going by their checksums then."""
         return self.digest() == start
 
+    @property
+    def recurrence(self) -> Scheme:
+        return self.scheme
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.scheme, self.fixed, self.limits, self.raises)  # type: ignore[arg-type] # it has most_guard
+
     def free(self) -> None:
         """Let go of every tensor of the state."""
         del self.streams
@@ -155,4 +168,20 @@ class Coupling:
         if ends:
             self.watch[row] = torch.stack(ends).amax().float()
         if self.eager:
-            check_range(self.watch[row : row + 1].tolist(), self.fixed, row)
+            self._check(row, float(self.watch[row, 0]))
+
+    def _check(self, row: int, value: float) -> None:
+        """Raise if the largest magnitude after a block (row 0: of the input) is out of range or not finite."""
+        limit, source = self.limits[0], f"block {row - 1}" if row else "the input"
+        if value <= limit:
+            return
+        if not value < float("inf"):
+            raise RangeOverflow(
+                f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
+            )
+        unit = 2.0**-self.fixed.bits
+        raise RangeOverflow(
+            f"a stream reaches {value * unit:.4g} out of {source}, beyond {limit * unit:.4g}, the range of fraction_bits="
+            f"{self.fixed.bits}. Pass fewer fraction_bits (with 'auto' the next call calibrates anew), or look for activations "
+            "that grow without bound."
+        )

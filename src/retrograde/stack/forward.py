@@ -48,11 +48,11 @@ class Forward:
         """Let the block's output on x₀ be v₀ (or x₀ + v₀)."""
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
-            self.xt, self.vt = Launch.apply(self.xt, y, self.state, residual)
+            self.xt, self.vt, self.x = Launch.apply(self.xt, y, self.state, residual)
             self.tape.start = self.state.v.clone() if self.verify != "off" else None
         else:
             self.state.launch(y, residual)
-            self.x = self.state.read()  # the block may have written to its input
+            self.x = self.state.read()
 
     def step(self, block: Block, extra: Extra) -> Tensor:
         """Run the next block and take its step; the new x."""
@@ -65,15 +65,19 @@ class Forward:
         return self.x
 
     def finish(self) -> Tensor:
-        """The last x; where overflow could not be raised on the spot, NaN if there was any."""
-        if self.state.eager:
-            return self.x
-        good = (self.state.watch <= self.state.fixed.limit).all()
-        return self.x * torch.where(good, 1.0, float("nan")).to(self.x.dtype)
+        """The last x."""
+        return self._or_nan(self.x)
 
     def velocity(self) -> Tensor:
         """The last v."""
-        return Leave.apply(self.vt, self.state) if self.tracked else self.state.read_velocity()
+        return self._or_nan(Leave.apply(self.vt, self.state) if self.tracked else self.state.read_velocity())
+
+    def _or_nan(self, result: Tensor) -> Tensor:
+        """The result; where overflow could not be raised on the spot, NaN if there was any."""
+        if self.state.eager:
+            return result
+        good = (self.state.watch <= self.state.watch.new_tensor(self.state.limits)).all()
+        return result * torch.where(good, 1.0, float("nan")).to(result.dtype)
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         x, version, like = self.x, self.x._version if self.tracked else 0, Like(self.x)

@@ -4,7 +4,7 @@ Each node moves the integer state and hands out zero-storage tokens in its place
 recurrence without holding any of it. A node's float output is the next block's input.
 
     Enter   (x₀)          → token x, float x₀
-    Launch  (token x, y)  → token x, token v           v₀ = y (or y − x₀)
+    Launch  (token x, y)  → token x, token v, float x₀    v₀ = y (or y − x₀)
     Step    (tokens, y)   → tokens, float x_{k+1}
     Leave   (token v)     → float v
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
 from ..core.ops import ops
@@ -34,7 +35,12 @@ def _sum(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | Non
         return a
     if a is None:
         return b.to(dtype, copy=True)
-    return a + b if torch.is_grad_enabled() else a.add_(b)
+    return a + b if _traced(a, b) else a.add_(b)
+
+
+def _traced(*gradients: Tensor) -> bool:
+    """Whether the backward pass is itself differentiated or vectorised, so that nothing may be done in place."""
+    return torch.is_grad_enabled() or any(is_batchedtensor(g) or is_legacy_batchedtensor(g) for g in gradients)
 
 
 class Enter(Function):
@@ -52,14 +58,15 @@ class Enter(Function):
 
 class Launch(Function):
     @staticmethod
-    def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, residual: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, residual: bool) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.residual, ctx.work = y.dtype, residual, state.fixed.work
         state.launch(y, residual)
-        return state.token(), state.token()
+        return state.token(), state.token(), state.read()
 
     @staticmethod
-    def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
+        gx = _sum(gx, d, ctx.work)
         if gv is None:
             return gx, None, None, None
         gx = _sum(gx, -gv, ctx.work) if ctx.residual else gx
@@ -78,7 +85,7 @@ class Step(Function):
 
     @staticmethod
     def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gx is not None and gv is not None and d is not None and not torch.is_grad_enabled():
+        if gx is not None and gv is not None and d is not None and not _traced(gx, gv, d):
             gy = torch.empty_like(gx, dtype=ctx.dtype)
             ops.carry_(gx, gv, d, ctx.gamma, ctx.gain, ctx.residual, gy)
             return gx, gv, gy, None, None
@@ -87,7 +94,7 @@ class Step(Function):
         if s is None:
             return None, None, None, None, None
         gy = s * ctx.gain
-        gv = s * ctx.gamma if torch.is_grad_enabled() else s.mul_(ctx.gamma)
+        gv = s * ctx.gamma if _traced(s) else s.mul_(ctx.gamma)
         if ctx.residual:
             gx = _sum(gx, -gy, ctx.work)
         return gx, gv, gy.to(ctx.dtype), None, None

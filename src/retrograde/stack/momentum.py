@@ -9,6 +9,7 @@ multiplication, so the inverse recovers every state bit for bit, provided f repe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..core.call import SameThread
 from ..core.errors import RangeOverflow
-from ..core.fixedpoint import FixedPoint
+from ..core.fixedpoint import MOST_GUARD, FixedPoint
 from ..core.ops import ops, rounded
 from ..core.rational import buffers, gain
 
@@ -37,9 +38,25 @@ class Recurrence:
         return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
 
     @cached_property
+    def most_guard(self) -> int:
+        """How many guard digits v may have: v is at most Σ gain times the largest f, so near γ = 1 it is smaller still."""
+        reach = min(1.0, sum(factor for *_, factor in self.factors))
+        return MOST_GUARD + math.ceil(math.log2(1 / reach)) if reach else MOST_GUARD
+
+    @cached_property
     def begins(self) -> dict[int, torch.dtype | None]:
         """Where the information buffers begin, and their dtypes."""
         return buffers(self.gammas)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is needed to judge a pass by its `watch`, once that is known."""
+
+    recurrence: Recurrence
+    fixed: FixedPoint
+    limits: tuple[float, float]
+    raises: bool
 
 
 class Momentum:
@@ -58,9 +75,12 @@ class Momentum:
         self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
         self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
         self.begins = recurrence.begins
+        largest = torch.finfo(x0.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
+        self.limits = (fixed.limit, min(fixed.limit, largest))  # of |v| and |x|, as integers; x must fit its float
         self.buffers: list[Tensor | None] = []
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
-        self.eager = overflow == "raise" and x0.device.type == "cpu"
+        self.raises = overflow == "raise"
+        self.eager = self.raises and x0.device.type == "cpu"
         self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
         self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
         self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
@@ -116,6 +136,9 @@ class Momentum:
         moved = self.v if v0 is None else self.v - v0
         return not moved.any() and (self.leftover is None or not self.leftover.any())
 
+    def outcome(self) -> Outcome:
+        return Outcome(self.recurrence, self.fixed, self.limits, self.raises)
+
     def free(self) -> None:
         """Let go of every tensor of the state."""
         self.buffers, self.leftover = [], None
@@ -139,22 +162,25 @@ class Momentum:
 
     def _check(self, row: int) -> None:
         if self.eager:
-            check_range(self.watch[row : row + 1].tolist(), self.fixed, row)
+            check_range(self.watch[row : row + 1].tolist(), self.fixed, self.limits, row)
 
 
-def check_range(watch: Sequence[Sequence[float]], fixed: FixedPoint, first: int = 0) -> None:
+def check_range(
+    watch: Sequence[Sequence[float]], fixed: FixedPoint, limits: tuple[float, float], first: int = 0
+) -> None:
     """Raise if a row of `watch` (largest |v|, |x| after each step; row 0: the start) is out of range or not finite."""
     for row, (v, x) in enumerate(watch, start=first):
-        if v <= fixed.limit and x <= fixed.limit:
+        if v <= limits[0] and x <= limits[1]:
             continue
         source = f"block {row - 1}" if row else "the input or the initial velocity"
         if not (v < float("inf") and x < float("inf")):
             raise RangeOverflow(
                 f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
             )
-        what, value, bits = ("x", x, fixed.bits) if x > fixed.limit else ("v", v, fixed.bits + fixed.guard)
+        which = int(x > limits[1])
+        value, bits = (x, fixed.bits) if which else (v, fixed.bits + fixed.guard)
         raise RangeOverflow(
-            f"|{what}| = {value * 2.0**-bits:.4g} out of {source} is beyond {fixed.limit * 2.0**-bits:.4g}, the range of "
-            f"fraction_bits={fixed.bits}. Pass fewer fraction_bits, or 'auto' (it calibrates anew at the next call), or look "
-            "for activations that grow without bound."
+            f"|{'vx'[which]}| = {value * 2.0**-bits:.4g} out of {source} is beyond {limits[which] * 2.0**-bits:.4g}, the range "
+            f"of fraction_bits={fixed.bits}. Pass fewer fraction_bits (with 'auto' the next call calibrates anew), or look for "
+            "activations that grow without bound."
         )

@@ -1,0 +1,211 @@
+"""Residual networks for images [he2016; sander2021, eq. 1], plain or with momentum, with the same parameters.
+
+    resnet(depth)        depth 18, 34, 50, 101, 152, four stages. size="imagenet": as published; size="cifar": a 3×3 stem that
+                         keeps the resolution, as in the paper's experiments on CIFAR
+    thin_resnet(depth)   three stages of 16, 32, 64 channels for CIFAR: basic blocks, depth 6n + 2 (20 … 110, 1202), or bottlenecks,
+                         depth 9n + 2 (29 … 1199)
+
+Parameter names are torchvision's, so its state_dicts load. Every stage is an `nn.Sequential` of blocks that compute
+relu(x + f(x)); all but the first keep x's shape. With `gamma` those run as a momentum network,
+
+    v ← γ·v + (1−γ)·(block(x) − x)        x ← x + v
+
+and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. The
+paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .inputs import choice, whole
+from .momentum import MomentumNet
+
+_STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+class _Block(nn.Module):
+    """relu(shortcut(x) + f(x)), shape-keeping if it has no shortcut of its own."""
+
+    expansion: int
+    relu: nn.ReLU
+    downsample: nn.Module | None
+
+    def branch(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.relu(self.branch(x) + shortcut)
+
+
+class BasicBlock(_Block):
+    """Two 3×3 convolutions."""
+
+    expansion = 1
+
+    def __init__(self, channels: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(channels, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3), nn.BatchNorm2d(width)
+        self.relu, self.downsample = nn.ReLU(inplace=True), _shortcut(channels, width, stride)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+
+
+class Bottleneck(_Block):
+    """1×1, 3×3 (which strides), 1×1 convolutions, four times as wide outside as inside."""
+
+    expansion = 4
+
+    def __init__(self, channels: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(channels, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, 4 * width, 1), nn.BatchNorm2d(4 * width)
+        self.relu, self.downsample = nn.ReLU(inplace=True), _shortcut(channels, 4 * width, stride)
+
+    def branch(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.bn3(self.conv3(self.relu(self.bn2(self.conv2(x)))))
+
+
+class MomentumStage(nn.Sequential):
+    """A stage whose blocks that keep their shape run as a momentum network; the parameters are named as in the plain stage.
+
+    Args:
+        blocks: the stage's blocks.
+        gamma: γ.
+        options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, **options: Any) -> None:
+        super().__init__(*blocks)
+        kept = [block for block in blocks if getattr(block, "downsample", None) is None]
+        self.first = len(blocks) - len(kept)
+        net = MomentumNet(kept, gamma, form="block", **options) if kept else None
+        self.__dict__["momentum"] = net  # not as a submodule: the blocks are, already
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[: self.first]:
+            x = block(x)
+        net = self.__dict__["momentum"]
+        return x if net is None else net(x)
+
+
+class ResNet(nn.Module):
+    """A residual network for images: stem, stages, linear classifier.
+
+    Args:
+        block: `BasicBlock` or `Bottleneck`.
+        stages: how many blocks each stage has.
+        width: channels inside the blocks of the first stage; each further stage has twice as many and half the resolution.
+        stem: "imagenet": 7×7, stride 2, and pooling; "cifar": 3×3.
+        classes: outputs.
+        gamma: None for the plain network, else γ of the momentum stages.
+        options: of the momentum stages, see `MomentumStage`.
+
+    >>> import torch
+    >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
+    >>> momentum.load_state_dict(plain.state_dict())
+    <All keys matched successfully>
+    """
+
+    def __init__(
+        self, block: type[BasicBlock] | type[Bottleneck], stages: Sequence[int], *, width: int = 64, stem: str = "imagenet",
+        classes: int = 1000, gamma: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if gamma is None and options:
+            raise ValueError(f"{', '.join(options)} are options of momentum stages; pass gamma, too.")
+        imagenet = choice("stem", stem, ("imagenet", "cifar")) == "imagenet"
+        self.conv1 = _conv(3, width, 7, 2) if imagenet else _conv(3, width, 3)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if imagenet else nn.Identity()
+        self.depth, channels = len(stages), width
+        for i, count in enumerate(stages):
+            inner, blocks = width * 2**i, []
+            for k in range(whole("stages", count)):
+                blocks.append(block(channels, inner, 2 if i and not k else 1))
+                channels = inner * block.expansion
+            stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
+            self.add_module(f"layer{i + 1}", stage)
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, whole("classes", classes))
+        for m in self.modules():
+            if isinstance(m, nn.Conv2d):
+                nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for stage in self.stages():
+            x = stage(x)
+        return self.fc(self.avgpool(x).flatten(1))
+
+    def stages(self) -> list[nn.Sequential]:
+        """The stages; `stage[1:]` keep their shape, so `MomentumNet(stage[1:], gamma, form="block")` takes them."""
+        return [getattr(self, f"layer{i + 1}") for i in range(self.depth)]
+
+
+def resnet(depth: int, *, size: str = "imagenet", classes: int | None = None, **settings: Any) -> ResNet:
+    """ResNet-18, -34, -50, -101 or -152, for images of ImageNet's or CIFAR's size. `settings`: `gamma` and its options."""
+    if depth not in _STAGES:
+        raise ValueError(
+            f"depth must be one of {', '.join(map(str, _STAGES))}; got {depth!r}. thin_resnet makes other depths for CIFAR."
+        )
+    choice("size", size, ("imagenet", "cifar"))
+    block = BasicBlock if depth < 50 else Bottleneck
+    return ResNet(block, _STAGES[depth], stem=size, classes=classes or (1000 if size == "imagenet" else 10), **settings)
+
+
+def thin_resnet(depth: int, *, block: str | None = None, classes: int = 10, **settings: Any) -> ResNet:
+    """The three-stage ResNet for CIFAR with basic blocks (6n + 2) or bottlenecks (9n + 2); basic where both fit.
+
+    >>> sum(p.numel() for p in thin_resnet(20).parameters())  # 0.27 M, as published, and 1×1 convolutions in the shortcuts
+    272474
+    """
+    per = {"basic": 6, "bottleneck": 9}
+    kind = block or next((name for name, n in per.items() if depth > 2 and (depth - 2) % n == 0), "basic")
+    n, rest = divmod(depth - 2, per[choice("block", kind, tuple(per))])
+    if rest or n < 1:
+        near = sorted(
+            {p * max(1, (depth - 2) // p + i) + 2 for name, p in per.items() for i in (0, 1) if block in (None, name)}
+        )
+        raise ValueError(
+            f"depth must be 6n + 2 (basic blocks) or 9n + 2 (bottlenecks); got {depth}. Near it are {', '.join(map(str, near))}. "
+            "The paper's depth 1201 is 1202 here: 1201 convolutions and a linear layer."
+        )
+    made = BasicBlock if kind == "basic" else Bottleneck
+    return ResNet(made, (n,) * 3, width=16, stem="cifar", classes=classes, **settings)
+
+
+def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
+    """A Momentum ResNet by name, with the state_dict of the plain network of that name.
+
+    Args:
+        name: "resnet101" (ImageNet), "cifar-resnet101", or "thin-resnet110".
+        gamma: γ; 0 is the plain network.
+        settings: `classes`, and the options of `MomentumStage`.
+    """
+    kind, _, depth = name.rpartition("resnet")
+    if kind not in ("", "cifar-", "thin-") or not depth.isdigit():
+        raise ValueError(
+            f"no network is called {name!r}; names are 'resnet101', 'cifar-resnet101' (18, 34, 50, 101, 152) or 'thin-resnet110'."
+        )
+    if kind == "thin-":
+        return thin_resnet(int(depth), gamma=gamma, **settings)
+    return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
+
+
+def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(channels: int, width: int, stride: int) -> nn.Module | None:
+    """None where x itself will do."""
+    if stride == 1 and channels == width:
+        return None
+    return nn.Sequential(_conv(channels, width, 1, stride), nn.BatchNorm2d(width))

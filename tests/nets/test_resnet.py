@@ -1,0 +1,145 @@
+"""Builders: sizes and names as published, momentum with the same parameters, the bits of stored activations."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from problems import assert_same_bits, train_step
+from retrograde.nets.resnet import BasicBlock, MomentumStage, momentum_resnet, resnet, thin_resnet
+from retrograde.nets.revnet import RevNet, parameters, rev_resnet
+
+PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
+
+
+@pytest.mark.parametrize("depth", PUBLISHED)
+def test_imagenet_sizes(depth: int) -> None:
+    with torch.device("meta"):
+        net = resnet(depth)
+    assert parameters(net) == PUBLISHED[depth]
+    assert sum(isinstance(m, nn.Conv2d) for n, m in net.named_modules() if "downsample" not in n) == depth - 1
+
+
+def test_names_are_torchvisions() -> None:
+    with torch.device("meta"):
+        names = set(resnet(50).state_dict())
+    assert len(names) == 320  # as many as torchvision's resnet50 has
+    assert {
+        "conv1.weight", "bn1.num_batches_tracked", "layer1.0.conv3.weight", "layer1.0.downsample.0.weight",
+        "layer3.5.bn3.running_var", "layer4.2.conv2.weight", "layer2.0.downsample.1.bias", "fc.weight", "fc.bias",
+    } <= names  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("depth", "kind"), [(20, "basic"), (110, "basic"), (1202, "basic"), (29, "bottleneck"), (1199, "bottleneck")]
+)
+def test_thin_depths(depth: int, kind: str) -> None:
+    with torch.device("meta"):
+        net = thin_resnet(depth)
+    assert sum(isinstance(m, nn.Conv2d) for n, m in net.named_modules() if "downsample" not in n) == depth - 1
+    assert isinstance(net.layer1[0], BasicBlock) == (kind == "basic")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("resnet18", 64), ("cifar-resnet50", 8), ("thin-resnet20", 8), ("thin-resnet29", 8)]
+)
+def test_forward_and_the_same_parameters(name: str, size: int) -> None:
+    momentum, zero = momentum_resnet(name, classes=4).eval(), momentum_resnet(name, 0, classes=4).eval()
+    kind, _, depth = name.rpartition("resnet")
+    make = {"": resnet, "cifar-": lambda d, **s: resnet(d, size="cifar", **s), "thin-": thin_resnet}[kind]
+    plain = make(int(depth), classes=4).eval()
+    momentum.load_state_dict(plain.state_dict())
+    zero.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        assert torch.equal(zero(x), plain(x))
+        assert not torch.allclose(momentum(x), plain(x))
+    plain.load_state_dict(momentum.state_dict())
+    assert list(plain.state_dict()) == list(momentum.state_dict())
+
+
+@pytest.mark.parametrize("velocity", [None, "first"])
+def test_momentum_gradients_are_those_of_stored_activations(velocity: str | None) -> None:
+    nets = {
+        m: thin_resnet(20, gamma=0.9, velocity=velocity, memory=m, verify="blocks")
+        for m in ("store", "reverse", "checkpoint")
+    }
+    x, found = torch.randn(2, 3, 8, 8, requires_grad=True), {}
+    for memory, net in nets.items():
+        net.load_state_dict(nets["store"].state_dict())
+        found[memory] = train_step(net, x)
+    assert_same_bits(found["store"], found["reverse"])
+    assert_same_bits(found["store"], found["checkpoint"])
+    assert found["reverse"]["layer3.2.conv1.weight"].any()
+
+
+def test_copies_and_files_keep_the_momentum_stages_tied_to_their_blocks() -> None:
+    net, x = thin_resnet(20, gamma=0.9).eval(), torch.randn(1, 3, 8, 8)
+    expected = net(x)
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(x), expected)
+        other.layer1[0].conv1.weight.data.zero_()
+        assert not torch.equal(other(x), expected)
+        other.double()(x.double()).sum().backward()
+        assert other.layer3[2].conv1.weight.grad is not None
+
+
+def test_stages_are_handed_to_a_momentum_network() -> None:
+    stage = thin_resnet(32).stages()[1]
+    net = rg.MomentumNet(stage[1:], gamma=0.9, form="block")
+    assert net(torch.randn(2, 32, 4, 4)).shape == (2, 32, 4, 4)
+    assert MomentumStage(list(stage[:1]), 0.9)(torch.randn(2, 16, 4, 4)).shape == (2, 32, 2, 2)
+
+
+def test_they_train() -> None:
+    x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 2
+    for settings in ({}, {"gamma": 0.9, "memory": "reverse"}):
+        net = thin_resnet(20, classes=2, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+        losses = []
+        for _ in range(12):
+            loss = nn.functional.cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0] / 3
+
+
+@pytest.mark.parametrize("depth", [18, 101, 152])
+def test_a_revnet_with_as_many_parameters(depth: int) -> None:
+    with torch.device("meta"):
+        net, plain = rev_resnet(depth), resnet(depth)
+    assert parameters(net) == pytest.approx(parameters(plain), rel=0.01)
+    assert all(isinstance(stage[-1], RevNet) for stage in net.stages())
+
+
+def test_the_revnet_runs() -> None:
+    net = rev_resnet(18, size="cifar", classes=3, memory="reverse", verify="end")
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_wrong_input() -> None:
+    with pytest.raises(ValueError, match="depth must be one of 18, 34, 50, 101, 152; got 20"):
+        resnet(20)
+    with pytest.raises(ValueError, match=r"got 1201.*Near it are 1196, 1199, 1202, 1208"):
+        thin_resnet(1201)
+    with pytest.raises(ValueError, match="block must be one of"):
+        thin_resnet(20, block="wide")
+    with pytest.raises(ValueError, match="got 2"):
+        thin_resnet(2)
+    with pytest.raises(ValueError, match="no network is called 'vgg16'"):
+        momentum_resnet("vgg16")
+    with pytest.raises(ValueError, match="memory are options of momentum stages"):
+        resnet(18, memory="reverse")
+    with pytest.raises(ValueError, match="gamma"):
+        momentum_resnet("thin-resnet20", 1.5)
+    with pytest.raises(ValueError, match="size must be one of"):
+        resnet(18, size="mnist")
