@@ -5,6 +5,7 @@
     multiply     multiplication by n/d that loses nothing
     ops          the integer steps, as operators
     call         one run of one block, repeatable to the bit
+    thread       same thread, same bits
     verify       proof that it was repeated
     tape         where a reversible state stands, and replay
 

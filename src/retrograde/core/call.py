@@ -8,7 +8,6 @@ normalisation layers move in the first run only: later runs put theirs aside.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
@@ -44,29 +43,6 @@ class Extra:
         if not self.tensors:
             return () if x.device.type in ("cpu", "meta") else (x.device,)
         return tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
-
-
-class SameThread:
-    """While one is alive, backward passes started on this thread also run on it.
-
-    cuDNN chooses its algorithms per thread, and autograd runs CUDA work on threads of its own: with autotuning
-    (`cudnn.benchmark`) a block could be run again by another algorithm, to other bits. The setting is put back when the
-    graph that holds this object goes; backward itself restores, on its way out, the setting it was started with.
-    """
-
-    alive = threading.local()
-
-    def __init__(self) -> None:
-        self.owner, self.alive.count = threading.get_ident(), getattr(self.alive, "count", 0) + 1
-        if self.alive.count == 1:
-            self.alive.before = torch._C._is_multithreading_enabled()
-            torch._C._set_multithreading_enabled(False)
-
-    def __del__(self) -> None:
-        if threading.get_ident() == self.owner:
-            self.alive.count -= 1
-            if self.alive.count == 0:
-                torch._C._set_multithreading_enabled(self.alive.before)
 
 
 class Read(Function):

@@ -210,7 +210,9 @@ class MomentumNet(nn.Module):
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
         """The largest |x| and |v| of a pass, in a range 2^45 times as wide as the input, leaving no trace."""
         peak = float(x0.abs().amax()) if x0.numel() else 0.0
-        wide = FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard=2)
+        finest = min(factor for *_, factor in self.recurrence.factors)  # of the factors on f
+        guard = 2 + math.ceil(-math.log2(finest))
+        wide = FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:

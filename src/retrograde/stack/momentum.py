@@ -18,11 +18,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..core.call import SameThread
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import MOST_GUARD, FixedPoint
 from ..core.ops import ops, rounded
 from ..core.rational import buffers, gain
+from ..core.thread import SameThread
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.core.call import SameThread
+from retrograde.core.thread import SameThread
 from retrograde.stack.momentum import Momentum
 
 
