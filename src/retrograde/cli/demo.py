@@ -21,15 +21,11 @@ from ..nets.momentum import MomentumNet
 from .digits import Checkpointed, Digits, Residual, branch, head, load_digits, stem
 
 GAMMA = 0.9
-# ±2048 in steps of 1e-6. Early in training BatchNorm's statistics for evaluation lag behind, and activations jump.
-FRACTION_BITS = 20
 
 WAYS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
     "plain": Residual,
     "checkpoint per block": Checkpointed,
-    "momentum, in reverse": lambda blocks: MomentumNet(
-        blocks, GAMMA, memory="reverse", fraction_bits=FRACTION_BITS, verify="end"
-    ),
+    "momentum, in reverse": lambda blocks: MomentumNet(blocks, GAMMA, memory="reverse", verify="end"),
 }
 """How the stack of residual blocks is run, by name; the first is what the others are compared with."""
 

@@ -185,17 +185,22 @@ class MomentumNet(nn.Module):
                 f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set "
                 "net.gamma after adding or removing blocks."
             )
-        fixed = self.range.for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
         mode = cheapest(self.recurrence, x0.dtype) if self.memory == "auto" else self.memory
+        settings = {"mode": mode, "verify": self.verify, "overflow": self.overflow, "reversible": reversible}
         try:
-            run = self._steps(
-                x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow, reversible=reversible
-            )
+            run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
         except RangeOverflow:
             self.range.fixed.clear()
-            raise
+            if self.training or self.range.setting != "auto":
+                raise
+            run = self._steps(
+                x0, extra, self._fixed(x0, extra), **settings
+            )  # in eval mode nothing has been touched yet
         self.range.seen(run.state)
         return run
+
+    def _fixed(self, x0: Tensor, extra: Extra) -> FixedPoint:
+        return self.range.for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
 
     def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Forward:
         run = Forward(x0, self.recurrence, fixed, **settings)
