@@ -40,7 +40,7 @@ import retrograde as rg
 from retrograde.measure import human, interleave, peak_memory
 
 BASELINE = "checkpoint (plain network)"
-TIED_DEPTHS = (50, 100, 200, 400)
+TIED_DEPTHS = (20, 40, 80)
 RESULTS = Path(__file__).parent / "results"
 
 

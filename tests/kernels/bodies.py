@@ -41,7 +41,7 @@ def step_both(
     found = []
     for module in (ours, plain):
         x, v, i, y, out = (None if t is None else t.clone() for t in state_)
-        watch = torch.zeros(2)
+        watch = torch.zeros(2, device=x.device)
         n, d = gamma.numerator, gamma.denominator
         step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, residual)
         module.advance_(x, v, i, *step, guard, out, watch)

@@ -7,7 +7,7 @@ CPUs have vector instructions for 32-bit products and for float64, but none for 
 
 (a + ½)/b is at least ½/b away from any integer, and the computed value is off by less than 2^−51·|a|/b < ½/b, so the
 floor is exact. Working through the tensors piece by piece keeps the temporaries in cache and small (2 MB a thread, whatever
-the size of the state). 64-bit state goes through the plain-torch bodies.
+the size of the state). 64-bit state goes through the plain-torch bodies, piece by piece.
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Matching flat pieces of the state x and of tensors of its shape."""
     count = -(-x.numel() // PIECE)
     return zip(*([None] * count if t is None else _flat(t, x).split(PIECE) for t in (x, *others)), strict=True)
-
-
-def _fits(x: Tensor, *written: Tensor | None) -> bool:
-    """Whether x, and what is written beside it, can be worked through as flat 32-bit pieces."""
-    return x.dtype == torch.int32 and alike(x, *written)
 
 
 def _flat(t: Tensor, like: Tensor) -> Tensor:
@@ -129,8 +124,15 @@ def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
 ) -> None:  # fmt: skip
-    if not _fits(x, v, i, out):
+    if not alike(x, v, i, out):
         plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
+        return
+    if x.dtype != torch.int32:
+        seen_here = torch.zeros_like(watch)
+        watch.zero_()
+        for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
+            plain.advance_(x_, v_, i_, y_, seen, n, d, scale, unit, residual, guard, out_, seen_here)
+            torch.maximum(watch, seen_here, out=watch)
         return
     job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual, guard)
     if job is not None:
@@ -154,7 +156,7 @@ def advance_(
 
 
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
-    if not _fits(x, v, out):
+    if x.dtype != torch.int32 or not alike(x, v, out):
         plain.pull_(x, v, unit, guard, out)
         return
     if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, False, guard) is not None:
@@ -167,8 +169,12 @@ def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool,
 ) -> None:  # fmt: skip
-    if not _fits(x, v, i):
+    if not alike(x, v, i):
         plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual)
+        return
+    if x.dtype != torch.int32:
+        for x_, v_, i_, y_ in _pieces(x, v, i, y):
+            plain.retreat_(x_, v_, i_, y_, seen, n, d, scale, unit, residual)
         return
     if _native(native.RETREAT, x, v, i, y, None, seen, n, d, scale, unit, residual) is not None:
         return

@@ -76,7 +76,10 @@ def held_bytes(fn: Callable[[], Any], *, device: torch.device | str = "cpu") -> 
 
 
 def _on_cpu(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: torch.device) -> Peak:
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        _quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
         result = fn()
         with record_function(_RETURNED):
             pass
