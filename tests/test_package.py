@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "retrograde"
-LAYERS = ["core", "kernels", "stack", "measure", "theory", "nets", "cli"]  # each may import from those before it
+LAYERS = [
+    "extras",
+    "core",
+    "kernels",
+    "stack",
+    "measure",
+    "theory",
+    "nets",
+    "convert",
+    "cli",
+]  # each may import from those before it
 OUTSIDE = {"core": {"torch"}, "kernels": {"torch", "triton"}, "stack": {"torch"}, "measure": {"torch"}}
 
 

@@ -17,17 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..extras import require
 from .inputs import check_finite, choice, positive, whole
 
 FIXED_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4", "explicit_adams", "implicit_adams", "fixed_adams")
 
 
 def _torchdiffeq() -> Any:
-    try:
-        import torchdiffeq
-    except ImportError as error:
-        raise ImportError('ODE blocks need torchdiffeq: pip install "retrograde[ode]".') from error
-    return torchdiffeq
+    return require("torchdiffeq")
 
 
 def solvers() -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""The paper's figures and tables as running software: one file each, config → run → metrics → figure."""

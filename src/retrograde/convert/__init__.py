@@ -1,0 +1,1 @@
+"""From any residual model to a momentum network, in place."""
