@@ -9,7 +9,6 @@ residual network x ← x + f(x), run as such.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from ..core.errors import RangeOverflow, ReplayError
 from ..core.fixedpoint import FixedPoint
 from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
-from ..stack.calibrate import Range, peaks
+from ..stack.calibrate import Range, peaks, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, cheapest
@@ -214,18 +213,15 @@ class MomentumNet(nn.Module):
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
         """The largest |x| and |v| of a pass, in a range 2^45 times as wide as the input, leaving no trace."""
-        peak = float(x0.abs().amax()) if x0.numel() else 0.0
-        finest = min(factor for *_, factor in self.recurrence.factors)  # of the factors on f
-        guard = 2 + math.ceil(-math.log2(finest))
-        wide = FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
+        fixed = wide(x0, self.recurrence)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
             with rng_from(None, extra.devices(x0), extra.generators), copied_buffers(self.modules()):
-                run = self._steps(x0, extra, wide, mode="store", overflow=self.overflow)
+                run = self._steps(x0, extra, fixed, mode="store", overflow=self.overflow)
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return peaks(run.state.watch, wide)
+        return peaks(run.state.watch, fixed)
 
     def _plain(self, x: Tensor, extra: Extra) -> Tensor:
         """γ = 0: the residual network itself."""

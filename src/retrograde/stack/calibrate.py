@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from ..core.fixedpoint import FixedPoint, calibrated, follow, integer_dtype
-from .momentum import Momentum, Outcome, check_range
+from .momentum import Momentum, Outcome, Recurrence, check_range
 
 
 def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
     """The largest |x| and |v| of a pass, as floats of the network."""
     v, x = watch.nan_to_num(0.0, 0.0).amax(0).tolist()
     return x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard)
+
+
+def wide(x0: Tensor, recurrence: Recurrence) -> FixedPoint:
+    """A fixed point 2^45 times as wide as the input, for a pass of which nothing is known yet."""
+    peak = float(x0.detach().abs().amax()) if x0.numel() else 0.0
+    finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
+    guard = 2 + math.ceil(-math.log2(finest))
+    return FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
 
 
 class Range:
@@ -43,6 +51,10 @@ class Range:
             most_guard: guard digits at most.
             survey: finds the largest |x| and the largest |v| of a pass; called where there is none to go by.
         """
+        return self.current(x) or self.calibrate(x, *survey(), most_guard)
+
+    def current(self, x: Tensor) -> FixedPoint | None:
+        """The fixed point for this input, if there is anything to go by. Raises as `for_input` does."""
         while self.pending and self.pending[0][1].query():
             watch, _, state = self.pending.pop(0)
             self._note(watch, state)
@@ -52,8 +64,12 @@ class Range:
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         fixed = self.fixed.get(dtype)
-        if fixed is None or self._outgrown(x, fixed):
-            fixed = self.fixed[dtype] = calibrated(*survey(), dtype, most_guard)
+        return None if fixed is None or self._outgrown(x, fixed) else fixed
+
+    def calibrate(self, x: Tensor, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
+        """The fixed point for inputs like this one, now that the largest values of a pass are known."""
+        dtype = integer_dtype(x.dtype)
+        fixed = self.fixed[dtype] = calibrated(peak_x, peak_v, dtype, most_guard)
         return fixed
 
     def seen(self, state: Momentum) -> None:
