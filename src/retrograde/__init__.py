@@ -9,9 +9,12 @@ True
 
 from . import kernels as kernels
 from . import theory as theory
+from .convert import GammaWarmup, Plan, convert, plan, revert
 from .core.errors import RangeOverflow, ReplayError
 from .measure import measure
 from .nets.momentum import MomentumNet, State
 
 __version__ = "0.1.0"
-__all__ = ["MomentumNet", "RangeOverflow", "ReplayError", "State", "measure", "theory"]
+__all__ = [
+    "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert", "theory",
+]  # fmt: skip

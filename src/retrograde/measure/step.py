@@ -74,9 +74,9 @@ def measure(
     '40.4 kB'
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    device = next((t.device for t in [*model.parameters(), *_tensors(batch)]), torch.device("cpu"))
-    args, kwargs = _as_call(batch)
-    criterion = _mean_of_squares if loss is None else loss
+    device = next((t.device for t in [*model.parameters(), *tensors_of(batch)]), torch.device("cpu"))
+    args, kwargs = as_call(batch)
+    criterion = mean_of_squares if loss is None else loss
     outputs: list[Any] = []
 
     def forward() -> Tensor:
@@ -101,22 +101,23 @@ def measure(
     )  # fmt: skip
 
 
-def _as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """A batch as positional and keyword inputs."""
     if isinstance(batch, Mapping):
         return (), batch
     return (batch, {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def _tensors(nested: Any) -> Iterator[Tensor]:
+def tensors_of(nested: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, Mapping):
         for value in nested.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(nested, tuple | list):
         for value in nested:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def _detached(nested: Any) -> Any:
@@ -127,8 +128,9 @@ def _detached(nested: Any) -> Any:
     return type(nested)(map(_detached, nested)) if type(nested) in (tuple, list) else nested
 
 
-def _mean_of_squares(output: Any) -> Tensor:
-    floats = [t for t in _tensors(output) if t.is_floating_point()]
+def mean_of_squares(output: Any) -> Tensor:
+    """A loss for any model: the mean of squares of each floating-point tensor that it returned, summed."""
+    floats = [t for t in tensors_of(output) if t.is_floating_point()]
     if not floats:
         raise ValueError(f"the model returned no floating-point tensor but {type(output).__name__}; pass loss=.")
     return torch.stack([t.float().square().mean() for t in floats]).sum()
@@ -152,7 +154,7 @@ def _bytes(parameters: Any) -> int:
 @contextmanager
 def _left_as_found(model: nn.Module, batch: Any, device: torch.device) -> Iterator[None]:
     """Gradients of zeros to add to; afterwards the old ones again, as well as buffers and random state."""
-    leaves = [t for t in [*model.parameters(), *_tensors(batch)] if t.is_leaf and t.requires_grad]
+    leaves = [t for t in [*model.parameters(), *tensors_of(batch)] if t.is_leaf and t.requires_grad]
     grads = [t.grad for t in leaves]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)

@@ -1,0 +1,154 @@
+"""A converted block: the same object, of a class derived from its own, whose forward takes one step of its stage.
+
+Nothing is added to the module tree, so parameters, buffers, hooks, names and `state_dict` are those of the original.
+`isinstance` still holds, and the class keeps its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.call import Extra
+from .stage import Own, Stage
+
+PLACE = "_retrograde_place"
+_ONCE = "model.gradient_checkpointing_disable() first."
+
+
+@dataclass(eq=False)
+class Place:
+    """Which step of which stage a block takes."""
+
+    stage: Stage
+    index: int
+    path: str
+    keyword: str  # the name of x among the parameters of the block's forward
+
+
+class Converted:
+    """What a converted block's class adds to its own."""
+
+    _retrograde_class: type[nn.Module]
+
+    @torch.compiler.disable  # the step is not for the compiler; what the block calls may be compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place: Place = self.__dict__[PLACE]
+        if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:
+            raise RuntimeError(f"{place.path} is converted, so it is not to be checkpointed too: {_ONCE}")
+        keyword = None if args else place.keyword
+        if args:
+            x, args = args[0], args[1:]
+        elif keyword in kwargs:
+            kwargs = dict(kwargs)
+            x = kwargs.pop(keyword)
+        else:
+            raise TypeError(f"{place.path} was called without its input {keyword!r}.")
+        own = Own(self, self._retrograde_class.forward, keyword)  # type: ignore[arg-type]
+        args, kwargs = without_cache(args, kwargs, place)
+        return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
+
+    def extra_repr(self) -> str:
+        stage: Stage = self.__dict__[PLACE].stage
+        note = f"{stage.name}: checkpointed" if stage.checkpointed else f"{stage.name}: momentum, gamma={stage.gamma}"
+        own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
+        return ", ".join(filter(None, (own, note)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
+
+
+def _has_state(module: Any) -> bool:
+    return "__getstate__" in {name for cls in type(module).__mro__[:-1] for name in vars(cls)}
+
+
+def _restored(original: type[nn.Module]) -> nn.Module:
+    """An empty converted block, for `pickle` and `copy` to fill."""
+    derived = converted_class(original)
+    return derived.__new__(derived)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def converted_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of converted blocks that were of this class."""
+    if original in _classes:
+        return _classes[original]
+    names = {"_retrograde_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    derived = type(original.__name__, (Converted, original), names)
+    derived.__qualname__ = original.__qualname__
+    _classes[original] = derived
+    return derived
+
+
+def place_of(module: nn.Module) -> Place | None:
+    """Where a module is in a stage, if it is in one."""
+    place: Place | None = module.__dict__.get(PLACE)
+    return place
+
+
+def install(module: nn.Module, stage: Stage, index: int, path: str) -> None:
+    """Make the module a step of the stage. It must have passed `check`."""
+    module.__dict__[PLACE] = Place(stage, index, path, input_name(module))
+    module.__class__ = converted_class(type(module))
+
+
+def remove(module: nn.Module) -> None:
+    """Undo `install`."""
+    module.__class__ = vars(type(module))["_retrograde_class"]
+    del module.__dict__[PLACE]
+
+
+def check(module: nn.Module, path: str) -> None:
+    """Raise if the module cannot be converted as it is."""
+    if place_of(module) is not None:
+        raise ValueError(f"{path} is already converted. rg.revert(model) first, to convert it another way.")
+    if isinstance(module, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise TypeError(f"{path} is scripted. Convert the model before torch.jit.script or trace.")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(f"{path} is compiled. Convert the model first, then torch.compile it.")
+    if "forward" in module.__dict__:
+        raise TypeError(
+            f"the forward of {path} was replaced on the object itself (accelerate's hooks do that). Convert before, or remove the "
+            "replacement (accelerate.hooks.remove_hook_from_module) and put it back afterwards."
+        )
+    if getattr(module, "gradient_checkpointing", False):
+        raise ValueError(f"{path} is set to be checkpointed, which the conversion does in its own way: {_ONCE}")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise TypeError(f"{path} is compiled in place (module.compile()). Convert the model first, then compile it.")
+
+
+def input_name(module: nn.Module) -> str:
+    """The name of the first parameter of a block's forward."""
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY):
+            return name
+    return "x"
+
+
+def without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The extra inputs, less a key-value cache that a block could not be run again with."""
+    if not (torch.is_grad_enabled() or place.stage.surveying) or place.stage.settings.memory == "store":
+        return args, kwargs
+    return tuple(_no_cache(a, place) for a in args), {
+        name: False if name == "use_cache" else _no_cache(a, place) for name, a in kwargs.items()
+    }
+
+
+def _no_cache(value: Any, place: Place) -> Any:
+    length = getattr(value, "get_seq_length", None)
+    if length is None or isinstance(value, Tensor):
+        return value
+    if length():
+        raise ValueError(
+            f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
+            "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
+        )
+    return None

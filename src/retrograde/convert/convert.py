@@ -1,0 +1,239 @@
+"""`convert` and `revert`: a residual model's blocks as steps of momentum networks, in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.parts import copied_buffers
+from ..core.rational import as_ratios
+from ..stack.planner import MODES
+from . import block as blocks
+from .find import CONTAINERS, Finding, Run, find, looked_at, named
+from .stage import Settings, Stage
+
+STAGES, NESTED = "_retrograde_stages", "_retrograde_nested"
+_CHOICES = {
+    "form": ("block", "branch"), "velocity": (None, "first"), "memory": MODES, "verify": ("off", "end", "blocks"),
+    "overflow": ("raise", "nan"),
+}  # fmt: skip
+
+
+def convert(
+    model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
+    form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "off",
+    overflow: str = "raise", least: int = 2,
+) -> nn.Module:  # fmt: skip
+    """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
+
+    Blocks of torchvision, timm, transformers and PyTorch itself are known; other models are tried out on an example, or
+    their stages are named. Blocks that change the shape of their input stay what they are; unless memory is "store" they
+    are run again in backward, from their kept input.
+
+    Args:
+        model: any model. It is changed in place.
+        example: what the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+            With one, the model is run once to see which blocks follow one another and keep their shape.
+        gamma: γ in [0, 1]; one per step, if a single stage is converted.
+        stages: paths of containers (`nn.Sequential`, `nn.ModuleList`), or patterns for containers or for blocks, to be taken
+            instead of what is found.
+        form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x. None: "block", or
+            what a try on the example shows.
+        velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
+        memory, fraction_bits, verify, overflow: as in `MomentumNet`.
+        least: the fewest blocks that make a stage.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: nothing to convert, a path that does not exist, blocks that change their shape, a model already
+            converted. The model is left as it was.
+        TypeError: a scripted or compiled model.
+
+    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    >>> model = convert(nn.TransformerEncoder(layer, 6), gamma=0.9)
+    >>> model(torch.randn(2, 5, 16)).sum().backward()
+    """
+    settings = Settings(gamma, form or "block", velocity, memory, fraction_bits, verify, overflow)
+    check_settings(settings)
+    finding = look(model, example, stages, form, least)
+    place(model, finding, settings)
+    return model
+
+
+def look(
+    model: nn.Module,
+    example: Any = None,
+    stages: Sequence[str] | str | None = None,
+    form: str | None = None,
+    least: int = 2,
+) -> Finding:
+    """Which blocks `convert` would convert, checked. Nothing is changed."""
+    _check_model(model)
+    from .probe import confirm, probe  # it imports this package's finder
+
+    if stages is not None:
+        finding = named(model, stages, form or "block")
+        if example is not None:
+            confirm(model, example, finding)
+    else:
+        finding = find(model, least)
+        if not finding.runs and example is not None:
+            finding = probe(model, example, least)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
+    if not finding.runs:
+        if converted:
+            raise ValueError(
+                f"this model is already converted ({len(converted)} blocks). rg.revert(model) first, to do it another way."
+            )
+        advice = (
+            ""
+            if example is not None
+            else ", or pass an example input to try the model out on: rg.convert(model, example)"
+        )
+        raise ValueError(
+            f"found no run of {least} or more residual blocks to convert in {type(model).__name__}. Looked at:\n{looked_at(model)}\n"
+            f"Name the stages, stages=['path.of.blocks']{advice}."
+        )
+    for run in finding.runs:
+        for path in run.blocks:
+            blocks.check(modules[path], path)
+    return finding
+
+
+def place(model: nn.Module, finding: Finding, settings: Settings) -> list[Stage]:
+    """Convert what was found."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    plans = [
+        (run, Stage(run.name, len(_distinct(run, modules)), run.steps, replace(settings, form=run.form)))
+        for run in finding.runs
+    ]
+    if settings.memory != "store":
+        alone = [Run(left.path, (left.path,), 1) for left in finding.left if left.checkpoint]
+        alone = [run for run in alone if blocks.place_of(modules[run.name]) is None]
+        for run in alone:
+            blocks.check(modules[run.name], run.name)
+        plain = Settings(
+            0, "block", None, settings.memory if settings.memory != "reverse" else "auto", verify=settings.verify
+        )
+        plans += [(run, Stage(run.name, 1, 1, plain, checkpointed=True)) for run in alone]
+    installed: list[nn.Module] = []
+    try:
+        for run, stage in plans:
+            for index, path in enumerate(_distinct(run, modules)):
+                blocks.install(modules[path], stage, index, path)
+                installed.append(modules[path])
+    except BaseException:
+        for module in installed:
+            blocks.remove(module)
+        raise
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and blocks.place_of(module.layers[0]) is not None:
+            module.__dict__.setdefault(NESTED, module.use_nested_tensor)
+            module.use_nested_tensor = False  # a step needs rows of one length
+    made = [stage for _, stage in plans]
+    model.__dict__.setdefault(STAGES, []).extend(made)
+    if not any(hook is survey for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(survey, with_kwargs=True)
+    return made
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo `convert`: every block is of its own class again, and runs as it did.
+
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 6)
+    >>> type(revert(convert(model)).layers[0]) is nn.TransformerEncoderLayer
+    True
+    """
+    converted = [(path, module) for path, module in model.named_modules() if blocks.place_of(module) is not None]
+    if not converted:
+        raise ValueError(f"this {type(model).__name__} is not converted.")
+    for path, module in converted:
+        if "_retrograde_class" not in vars(type(module)):
+            raise TypeError(
+                f"{path} was given another class after it was converted ({type(module).__name__}; fully_shard does that). "
+                "Undo that first."
+            )
+    for _, module in converted:
+        blocks.remove(module)
+    for module in model.modules():
+        if NESTED in module.__dict__:
+            module.use_nested_tensor = module.__dict__.pop(NESTED)
+        stages = module.__dict__.get(STAGES)
+        if stages is not None:
+            del module.__dict__[STAGES]
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is survey:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    return model
+
+
+def stages_of(model: nn.Module) -> list[Stage]:
+    """The stages of a converted model, in the order of its blocks."""
+    places = (blocks.place_of(module) for module in model.modules())
+    return list(dict.fromkeys(place.stage for place in places if place is not None))
+
+
+def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the first training step: run the model once without gradients, to learn the range of each stage."""
+    stages: list[Stage] = model.__dict__.get(STAGES, [])
+    wanting = [stage for stage in stages if not (stage.surveyed or stage.dry)]
+    if not wanting or not torch.is_grad_enabled():
+        return
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
+    try:
+        with torch.no_grad(), _rng_kept(devices), copied_buffers(model.modules()):
+            for stage in stages:
+                stage.surveying = True
+            model.forward(*args, **kwargs)
+    except Exception:
+        pass  # what is wrong with the model shows in the step itself
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for stage in stages:
+            stage.surveying, stage.surveyed = False, True
+            stage.open.clear()
+
+
+def _rng_kept(devices: set[torch.device]) -> Any:
+    kinds = {device.type for device in devices}
+    indices = [device.index or 0 for device in devices]
+    return torch.random.fork_rng(indices, device_type=kinds.pop()) if kinds else torch.random.fork_rng([])
+
+
+def _distinct(run: Run, modules: dict[str, nn.Module]) -> list[str]:
+    """The blocks of a run, each once."""
+    seen: dict[nn.Module, str] = {}
+    for path in run.blocks:
+        seen.setdefault(modules[path], path)
+    return list(seen.values())
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module; got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("a scripted model cannot be converted. Convert the model before torch.jit.script or trace.")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError("a compiled model cannot be converted. Convert the model first, then torch.compile it.")
+    if isinstance(model, CONTAINERS) and not len(model):
+        raise ValueError("the model is empty.")
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise for an option that there is not."""
+    for name, allowed in _CHOICES.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+    if isinstance(settings.gamma, int | float):
+        as_ratios(settings.gamma, 1)

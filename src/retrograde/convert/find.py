@@ -1,0 +1,159 @@
+"""Which blocks of a model can run as momentum networks: by what is known of their classes, or by name.
+
+    found = find(model)                        # every run of two or more known blocks that keep their shape
+    found = named(model, ["encoder.layers"])   # these, whatever they are
+
+A stage is a run of consecutive blocks in one `nn.Sequential` or `nn.ModuleList`. Models of other classes are probed: see
+`probe`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from .adapters import KEEPS, judge
+
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that follow one another: a stage to be."""
+
+    name: str
+    blocks: tuple[str, ...]
+    steps: int
+    form: str = "block"
+
+
+@dataclass(frozen=True)
+class Left:
+    """A block that stays as it is, and why. `checkpoint`: it may be run again in backward to save memory."""
+
+    path: str
+    reason: str
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found in a model."""
+
+    runs: tuple[Run, ...]
+    left: tuple[Left, ...]
+
+    @property
+    def blocks(self) -> list[str]:
+        return [path for run in self.runs for path in run.blocks]
+
+
+def join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def run_of(paths: Sequence[str], form: str = "block") -> Run:
+    """A run named after its container and the blocks in it.
+
+    >>> run_of(["layer1.1", "layer1.2"]).name
+    'layer1.1-2'
+    >>> run_of(["a.block", "b.block"]).name
+    'a.block … b.block'
+    """
+    first, last = (path.rpartition(".") for path in (paths[0], paths[-1]))
+    if first[0] != last[0]:
+        name = f"{paths[0]} … {paths[-1]}"
+    else:
+        name = join(first[0], first[2] if len(paths) == 1 else f"{first[2]}-{last[2]}")
+    return Run(name, tuple(paths), len(paths), form)
+
+
+def find(model: nn.Module, least: int = 2) -> Finding:
+    """The runs of at least this many blocks that are known to keep their shape."""
+    runs: list[Run] = []
+    left: list[Left] = []
+    inside: set[nn.Module] = set()
+    for path, container in model.named_modules():
+        if not isinstance(container, CONTAINERS) or container in inside:
+            continue
+        group: list[str] = []
+        verdicts = [
+            (join(path, name), child, judge(child)) for name, child in container._modules.items() if child is not None
+        ]
+        for child_path, child, verdict in [*verdicts, ("", None, None)]:
+            if verdict is not None and child is not None:
+                inside.update(child.modules())
+            if verdict == KEEPS:
+                group.append(child_path)
+                continue
+            if len(group) >= least:
+                runs.append(run_of(group))
+            else:
+                left += [Left(alone, f"a run of {len(group)}, and stages begin at {least}", True) for alone in group]
+            group = []
+            if verdict is not None:
+                left.append(Left(child_path, verdict, True))
+    return Finding(tuple(runs), tuple(left))
+
+
+def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Finding:
+    """The stages that the user named: each a container, or a pattern for containers or for blocks.
+
+    Raises:
+        ValueError: for a name that nothing in the model has, with the nearest; for blocks known to change their shape.
+    """
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    modules = dict(model.named_modules())
+    runs = []
+    for pattern in patterns:
+        matches = [path for path in modules if path == pattern] or [
+            path for path in modules if path and path.count(".") == pattern.count(".") and fnmatchcase(path, pattern)
+        ]
+        if not matches:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(
+                f"no part of the model is called {pattern!r}.{hint} Stages are paths as in model.named_modules()."
+            )
+        containers = [path for path in matches if isinstance(modules[path], CONTAINERS)]
+        groups = [[join(path, n) for n in modules[path]._modules] for path in containers]
+        blocks = [path for path in matches if path not in containers]
+        for group in [*groups, *([blocks] if blocks else [])]:
+            if not group:
+                raise ValueError(f"stage {pattern!r} is empty.")
+            runs.append(run_of(group, form))
+    for run in runs:
+        for path in run.blocks:
+            verdict = judge(modules[path])
+            if verdict not in (None, KEEPS):
+                rest = [p for p in run.blocks if judge(modules[p]) in (None, KEEPS)]
+                raise ValueError(
+                    f"stage {run.name!r}: {path} {verdict}, so it cannot be a step of a momentum network. Leave it out"
+                    + (f": stages={[_pattern(rest)]!r}." if rest else ".")
+                )
+    listed = [path for run in runs for path in run.blocks]
+    twice = next((path for path in listed if listed.count(path) > 1), None)
+    if twice:
+        raise ValueError(f"{twice} is in two of the stages {list(patterns)!r}.")
+    return Finding(tuple(runs), ())
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    """A pattern for these blocks of one container, all but the first of it."""
+    parent, _, first = paths[0].rpartition(".")
+    return f"{parent}.[{first[0]}-9]*" if len(paths) > 1 and first.isdigit() else paths[0]
+
+
+def looked_at(model: nn.Module) -> str:
+    """The containers of a model, for an error message."""
+    rows = []
+    for path, module in model.named_modules():
+        if isinstance(module, CONTAINERS) and len(module):
+            kinds = dict.fromkeys(type(child).__name__ for child in module.children())
+            rows.append(f"  {path or '(the model itself)'}: {len(module)} × {', '.join(kinds)}")
+    return "\n".join(rows[:12] + ([f"  … and {len(rows) - 12} more"] if len(rows) > 12 else [])) or "  (no container)"

@@ -1,0 +1,200 @@
+"""`plan`: what `convert` would do to a model, and what that would save, before anything is changed.
+
+Memory is predicted for four ways to run the same model: plain, every block checkpointed, every stage in reverse, and as
+asked for. See `predict` for how.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..measure.memory import Peak
+from ..measure.units import human
+from .convert import check_settings, look, place, revert, stages_of
+from .find import Finding
+from .predict import Prediction, predict
+from .stage import Settings, Stage
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage, or one block that is left out of the stages.
+
+    Attributes:
+        path: where it is.
+        blocks: how many blocks it has.
+        form: "block", "branch", or "" for a block left out.
+        plain: bytes that the plain model keeps of it from forward to backward.
+        kept: bytes that the converted model keeps.
+        mode: the memory mode.
+        reason: for a block left out, why.
+    """
+
+    path: str
+    blocks: int
+    form: str
+    plain: int
+    kept: int
+    mode: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be converted, and the memory of a training step, predicted.
+
+    Attributes:
+        model: the class of the model.
+        gamma: γ.
+        rows: the stages and the blocks left out.
+        peaks: bytes above parameters, gradients and batch, by way of running: "plain", "checkpoint", "reverse" and "auto" (or
+            the mode asked for).
+        parameters, gradients, batch: their bytes.
+    """
+
+    model: str
+    gamma: Any
+    rows: tuple[Row, ...]
+    peaks: dict[str, Peak]
+    parameters: int
+    gradients: int
+    batch: int
+
+    @property
+    def stages(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.form)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.form)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The rows as text, with a header."""
+        header = ("stage", "blocks", "form", "plain keeps", "converted keeps", "mode")
+        return [header, *(
+            (row.path, str(row.blocks), row.form or "left out", human(row.plain), human(row.kept), row.mode + _because(row))
+            for row in self.rows
+        )]  # fmt: skip
+
+    def summary(self) -> list[tuple[str, ...]]:
+        """Peak and held memory by way of running, as text, with a header."""
+        plain = self.peaks["plain"].peak
+        header = ("memory of a step", "peak", "held for backward", "of plain")
+        return [header, *(
+            (name, human(peak.peak), human(peak.held), f"{peak.peak / plain:.2f}×") for name, peak in self.peaks.items()
+        )]  # fmt: skip
+
+    def __str__(self) -> str:
+        counted = sum(row.blocks for row in self.stages)
+        title = f"{self.model}: {counted} blocks in {len(self.stages)} momentum stages, gamma = {self.gamma}"
+        fixed = f"besides: parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
+        return "\n".join(
+            [title, "", aligned(self.table(), numeric=(1, 3, 4)), "", aligned(self.summary(), numeric=(1, 2, 3)), fixed]
+        )
+
+    def _repr_html_(self) -> str:
+        def table(rows: list[tuple[str, ...]]) -> str:
+            cells = [[html.escape(cell) for cell in row] for row in rows]
+            head = "".join(f"<th>{cell}</th>" for cell in cells[0])
+            body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells[1:])
+            return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+        return f"<p><b>{html.escape(str(self).splitlines()[0])}</b></p>{table(self.table())}{table(self.summary())}"
+
+
+def plan(
+    model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
+    memory: str = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
+) -> Plan:  # fmt: skip
+    """What `convert` with these options would do, and the memory of a training step on this example, predicted.
+
+    Args:
+        model: the model, not yet converted; it is left as it is.
+        example: a batch, as `measure` takes it. For known models only its shapes and dtypes matter.
+        loss: from the output to a scalar; None for the mean of squares.
+        autocast: the dtype of automatic mixed precision, or None.
+        gamma, stages, form, memory, least: as in `convert`.
+
+    >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
+    >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
+    >>> row.path, row.blocks, row.mode
+    ('layers.0-11', 12, 'reverse')
+    """
+    settings = Settings(gamma, form or "block", None, memory)
+    check_settings(settings)
+    finding = look(model, example, stages, form, least)
+    ways = {
+        "plain": replace(settings, gamma=0, memory="store"),
+        "checkpoint": replace(settings, gamma=0, memory="checkpoint"),
+        "reverse": replace(settings, memory="reverse"),
+        memory: settings,
+    }
+    watch = tuple(dict.fromkeys([*finding.blocks, *(left.path for left in finding.left)]))
+    results: dict[str, Prediction] = {}
+    chosen: list[Stage] = []
+    for way, of_way in ways.items():
+        place(model, finding, of_way)
+        try:
+            chosen = stages_of(model)
+            for stage in chosen:
+                stage.dry = True
+            results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)
+        finally:
+            revert(model)
+    order = [path for path, _ in model.named_modules()]
+    return Plan(
+        type(model).__name__,
+        gamma,
+        _rows(finding, results["plain"], results[memory], {stage.name: stage for stage in chosen}, order),
+        {way: result.memory for way, result in results.items()},
+        parameters=_bytes(model.parameters()),
+        gradients=_bytes(p for p in model.parameters() if p.requires_grad),
+        batch=_bytes(tree_leaves(example)),
+    )
+
+
+def _rows(
+    finding: Finding, plain: Prediction, converted: Prediction, stages: dict[str, Stage], order: list[str]
+) -> tuple[Row, ...]:
+    rows = []
+    for run in finding.runs:
+        before, after = (sum(result.kept[path] for path in run.blocks) for result in (plain, converted))
+        rows.append(Row(run.name, len(run.blocks), run.form, before, after, stages[run.name].used))
+    for left in finding.left:
+        mode = stages[left.path].used if left.path in stages else "as it is"
+        rows.append(Row(left.path, 1, "", plain.kept[left.path], converted.kept[left.path], mode, left.reason))
+    starts = {run.name: run.blocks[0] for run in finding.runs}
+    return tuple(sorted(rows, key=lambda row: order.index(starts.get(row.path, row.path))))
+
+
+def _because(row: Row) -> str:
+    return f" ({row.reason})" if row.reason else ""
+
+
+def aligned(rows: list[tuple[str, ...]], numeric: tuple[int, ...] = ()) -> str:
+    """Rows of text as a table, numbers to the right.
+
+    >>> print(aligned([("a", "n"), ("long", "1")], numeric=(1,)))
+    a     n
+    long  1
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(w) if k in numeric else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -1,0 +1,269 @@
+"""A run of residual blocks inside somebody's model, as one momentum network, driven by the model's own loop.
+
+    for block in self.layers:
+        x = block(x, mask)
+
+Each converted block takes one step of the recurrence and hands on the decoded x; the next block knows that tensor as the
+continuation of the pass and takes the next step. A tensor that no block of the stage handed on starts a new pass. What is
+known is the tensor's memory, untouched since: an alias of it, as hooks of FSDP and `register_full_backward_hook` make,
+continues the pass as well.
+
+The fixed-point range comes from a survey of the whole model, without gradients, before its first training step
+(`Survey`); a pass that finds no range to go by runs on 64-bit integers and leaves one behind.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.call import Call, Extra
+from ..core.errors import RangeOverflow, ReplayError
+from ..core.fixedpoint import FixedPoint, integer_dtype
+from ..core.parts import Memo
+from ..core.rational import as_ratios
+from ..core.tape import Frame, Kept
+from ..stack.calibrate import Range, peaks, wide
+from ..stack.forward import Forward, Like
+from ..stack.momentum import Recurrence
+from ..stack.planner import cheapest
+from .branch import Branch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the stages of a model are run; the options of `MomentumNet`."""
+
+    gamma: Any = 0.9
+    form: str = "block"
+    velocity: str | None = None
+    memory: str = "auto"
+    fraction_bits: int | str = "auto"
+    verify: str = "off"
+    overflow: str = "raise"
+
+
+class Own:
+    """A converted block's own forward, with x first and one tensor out.
+
+    What the block returns besides (attention weights, a position bias) is put by in its first run.
+    """
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None) -> None:
+        self.block, self.forward, self.keyword = block, forward, keyword
+        self.out: Any = None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.keyword is None:
+            out = self.forward(self.block, x, *args, **kwargs)
+        else:
+            out = self.forward(self.block, *args, **{self.keyword: x}, **kwargs)
+        if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
+            if self.out is None:
+                self.out = (type(out), out[1:])
+            return out[0]
+        return out
+
+    def with_x(self, x: Tensor) -> Any:
+        """What the block returned in its first run, with this x."""
+        if self.out is None:
+            return x
+        kind, rest = self.out
+        self.out = ()
+        return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.block.modules()
+
+
+class Pass(Forward):
+    """A pass through a stage. `learns`: the range was not known when it began."""
+
+    learns = False
+
+
+@dataclass(eq=False)
+class Open:
+    """A pass between two blocks: the x handed on, as it was then."""
+
+    run: Pass
+    x: weakref.ref[Tensor]
+    version: int
+
+    def known(self, x: Tensor) -> bool:
+        """Whether this is the x that was handed on, untouched."""
+        mine = self.x()
+        if mine is None:
+            return False
+        if mine is not x and (
+            x.data_ptr() != mine.data_ptr()
+            or x.shape != mine.shape
+            or x.stride() != mine.stride()
+            or x.dtype != mine.dtype
+            or x.untyped_storage()._cdata != mine.untyped_storage()._cdata
+        ):
+            return False
+        return x.is_inference() or x._version == self.version
+
+
+@dataclass(eq=False)
+class Stage:
+    """Some blocks of a model, run as one momentum network.
+
+    Args:
+        name: where the stage is in the model.
+        blocks: how many blocks it has.
+        steps: how many steps a pass takes: more where blocks are run more than once.
+        settings: the options.
+        checkpointed: no momentum; a block that is run again in backward from its kept input.
+    """
+
+    name: str
+    blocks: int
+    steps: int
+    settings: Settings
+    checkpointed: bool = False
+    open: list[Open] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.range = Range(self.settings.fraction_bits)
+        self.memo = Memo()
+        self.recurrence = self._recurrence(self.settings.gamma)
+        self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
+        self.surveying = self.warned = False
+        self.used = ""  # the memory mode of the last pass
+        self.dry = False  # run on tensors without values, to predict memory
+        if self.settings.memory == "reverse" and 0 in self.recurrence.gammas:
+            raise ValueError(
+                "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
+                "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
+            )
+
+    @property
+    def gamma(self) -> Fraction | tuple[Fraction, ...]:
+        """γ, or one γ per step where they differ. May be set, between passes."""
+        ratios = self.recurrence.gammas
+        return ratios[0] if len(set(ratios)) == 1 else ratios
+
+    @gamma.setter
+    def gamma(self, gamma: Any) -> None:
+        self.recurrence = self._recurrence(gamma)
+
+    def mode_for(self, dtype: torch.dtype) -> str:
+        """The memory mode for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
+        memory = self.settings.memory
+        if self.checkpointed:
+            return "checkpoint"
+        plain = memory == "reverse" and 0 in self.recurrence.gammas
+        return cheapest(self.recurrence, dtype) if memory == "auto" or plain else memory
+
+    def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
+        """Run one block; what it returns, with the next x in it."""
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_nested:
+            kind = f"a nested or {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{path}, converted to a momentum step, needs a floating-point tensor; got {kind}.")
+        self.used = self.mode_for(x.dtype)
+        if self.checkpointed or not any(self.recurrence.gammas):
+            return self._plain(own, path, x, extra)
+        run = self._continued(x, index, path)
+        try:
+            if run is None:
+                run = self._opened(x, own, extra)
+            else:
+                run.x = x
+            x1 = run.step(own, extra, path)
+        except RangeOverflow as error:
+            self.range.fixed.clear()
+            raise RangeOverflow(f"stage {self.name!r}: {error}") from error
+        if run.k == self.steps or (index + 1 == self.blocks == self.steps):
+            x1 = x1 if self.dry else run.finish()
+            self._learn(run)
+        else:
+            self._hand_on(run, x1)
+        del run.x  # the tensor handed on leads to the pass, not the other way round
+        return own.with_x(x1 if self.settings.form == "block" else Branch.of(x, x1))
+
+    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra) -> Any:
+        """The block alone: γ = 0, or a block outside of any stage."""
+        if not torch.is_grad_enabled() or self.used == "store":
+            y = own(x, *extra.args, **extra.kwargs)
+        else:
+            call, version = Call(own, extra, path, verified=self.settings.verify != "off", memo=self.memo), x._version
+            y = Frame(call, Kept(x.detach()), 0).run(x)
+            if x._version != version:
+                raise ReplayError(
+                    f"{path} writes to its input, so its input cannot be kept. Use memory='store' for it."
+                )
+        if not self.checkpointed:
+            Like(x).checked(y, path)
+        return own.with_x(y)
+
+    def _opened(self, x: Tensor, own: Own, extra: Extra) -> Pass:
+        if self.dry:
+            return Pass(
+                x,
+                self.recurrence,
+                FixedPoint(0, integer_dtype(x.dtype)),
+                mode=self.used,
+                overflow="nan",
+                memo=self.memo,
+            )
+        fixed = None if self.surveying else self.range.current(x)
+        run = Pass(
+            x,
+            self.recurrence,
+            fixed or wide(x, self.recurrence),
+            mode="store" if self.surveying else self.used,
+            verify=self.settings.verify,
+            overflow=self.settings.overflow,
+            memo=self.memo,
+        )
+        run.learns = fixed is None
+        if self.settings.velocity == "first":
+            run.launch(own, extra, self.recurrence.residual)
+        return run
+
+    def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
+        for k, entry in enumerate(self.open):
+            if entry.known(x):
+                del self.open[k]
+                return entry.run
+        if index and not (self.warned or self.surveying or self.dry):
+            self.warned = True
+            warnings.warn(
+                f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
+                f"If the model changes x between the blocks of {self.name!r}, leave that stage out or name shorter ones.",
+                stacklevel=6,
+            )
+        return None
+
+    def _hand_on(self, run: Pass, x: Tensor) -> None:
+        entry = Open(run, weakref.ref(x, lambda _: self._forget(entry)), 0 if x.is_inference() else x._version)
+        self.open.append(entry)
+
+    def _forget(self, entry: Open) -> None:
+        """The pass went no further: nobody has its x."""
+        if entry in self.open:
+            self.open.remove(entry)
+            self._learn(entry.run)
+
+    def _learn(self, run: Pass) -> None:
+        """Take note of the largest values of a pass."""
+        if self.dry:
+            return
+        self.range.seen(run.state)
+        if run.learns:
+            self.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
+
+    def _recurrence(self, gamma: Any) -> Recurrence:
+        return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "open": []}
