@@ -48,7 +48,7 @@ class Converted:
             x = kwargs.pop(keyword)
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
-        own = Own(self, self._retrograde_class.forward, keyword)  # type: ignore[arg-type]
+        own = Own(self, self._retrograde_class.forward, keyword, place.stage.dry)  # type: ignore[arg-type]
         args, kwargs = without_cache(args, kwargs, place)
         return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
 

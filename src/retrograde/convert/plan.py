@@ -19,7 +19,7 @@ from ..measure.memory import Peak
 from ..measure.units import human
 from .convert import check_settings, look, place, revert, stages_of
 from .find import Finding
-from .predict import Prediction, predict
+from .predict import FusedAttention, Prediction, predict
 from .stage import Settings, Stage
 
 
@@ -136,7 +136,8 @@ def plan(
         "reverse": replace(settings, memory="reverse"),
         memory: settings,
     }
-    watch = tuple(dict.fromkeys([*finding.blocks, *(left.path for left in finding.left)]))
+    watch = {run.name: (run.blocks[0], run.blocks[-1]) for run in finding.runs}
+    watch |= {left.path: (left.path, left.path) for left in finding.left}
     results: dict[str, Prediction] = {}
     chosen: list[Stage] = []
     for way, of_way in ways.items():
@@ -144,7 +145,7 @@ def plan(
         try:
             chosen = stages_of(model)
             for stage in chosen:
-                stage.dry = True
+                stage.dry = FusedAttention
             results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)
         finally:
             revert(model)
@@ -165,7 +166,7 @@ def _rows(
 ) -> tuple[Row, ...]:
     rows = []
     for run in finding.runs:
-        before, after = (sum(result.kept[path] for path in run.blocks) for result in (plain, converted))
+        before, after = plain.kept[run.name], converted.kept[run.name]
         rows.append(Row(run.name, len(run.blocks), run.form, before, after, stages[run.name].used))
     for left in finding.left:
         mode = stages[left.path].used if left.path in stages else "as it is"

@@ -10,7 +10,7 @@ and attention.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,7 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-class _Attention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Attention without values takes the path that keeps all weights; on real devices it does not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +89,7 @@ class _Fused(torch.autograd.Function):
 
 @dataclass
 class Prediction:
-    """Bytes above parameters, gradients and batch, and how much of `held` came while each module ran."""
+    """Bytes above parameters, gradients and batch, and how much of `held` came between the ends of each stretch."""
 
     memory: Peak
     kept: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Prediction:
 
 def predict(
     model: nn.Module, batch: Any, *, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    watch: tuple[str, ...] = (),
+    watch: Mapping[str, tuple[str, str]] | None = None,
 ) -> Prediction:  # fmt: skip
     """Predict the memory of a training step.
 
@@ -106,11 +106,11 @@ def predict(
         batch: its input, as for `measure`; only shapes and dtypes matter.
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        watch: paths of modules for which to say what their forward pass keeps.
+        watch: stretches of which to say what their forward pass keeps: names, each with the paths of its first and last module.
     """
     mode = _mode_of(model)
     meter, modules = Meter(), dict(model.named_modules())
-    kept: dict[str, int] = dict.fromkeys(watch, 0)
+    kept: dict[str, int] = dict.fromkeys(watch or {}, 0)
     criterion = loss or mean_of_squares
     with ExitStack() as stack:
         stack.enter_context(mode)
@@ -119,7 +119,7 @@ def predict(
         stack.enter_context(torch.autocast(device, autocast, enabled=autocast is not None))
         stack.enter_context(torch.enable_grad())
         if device == "cpu":
-            stack.enter_context(_Attention())
+            stack.enter_context(FusedAttention())
         batch = tree_map(lambda t: _fake(t, mode), batch)
         args, kwargs = as_call(batch)
         for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(batch)):
@@ -128,21 +128,21 @@ def predict(
                 if tensor.grad is not None:
                     meter.known(tensor.grad)
         stack.enter_context(meter)
-        for path in watch:
-            stack.callback(
-                modules[path].register_forward_pre_hook(lambda *_, p=path: _note(kept, p, -meter.now)).remove
-            )
-            stack.callback(modules[path].register_forward_hook(lambda *_, p=path: _note(kept, p, meter.now)).remove)
+        for name, (first, last) in (watch or {}).items():
+            begun = modules[first].register_forward_pre_hook(lambda *_, n=name: _note(kept, n, -meter.now))
+            ended = modules[last].register_forward_hook(lambda *_, n=name: _note(kept, n, meter.now))
+            stack.callback(begun.remove)
+            stack.callback(ended.remove)
         scalar = criterion(model(*args, **kwargs))
         held = meter.now
         with torch.autocast(device, enabled=False):
-            scalar.backward()
+            torch.autograd.backward(scalar)
         peak = meter.peak
     return Prediction(Peak(peak, held), kept)
 
 
-def _note(kept: dict[str, int], path: str, amount: int) -> None:
-    kept[path] += amount
+def _note(kept: dict[str, int], name: str, amount: int) -> None:
+    kept[name] += amount
 
 
 def _mode_of(model: nn.Module) -> FakeTensorMode:

@@ -56,15 +56,20 @@ class Own:
     What the block returns besides (attention weights, a position bias) is put by in its first run.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None) -> None:
-        self.block, self.forward, self.keyword = block, forward, keyword
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, dry: Any = None) -> None:
+        self.block, self.forward, self.keyword, self.dry = block, forward, keyword, dry
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.keyword is None:
-            out = self.forward(self.block, x, *args, **kwargs)
+        if self.keyword is not None:
+            kwargs[self.keyword] = x
         else:
-            out = self.forward(self.block, *args, **{self.keyword: x}, **kwargs)
+            args = (x, *args)
+        if self.dry is None:
+            out = self.forward(self.block, *args, **kwargs)
+        else:
+            with self.dry():
+                out = self.forward(self.block, *args, **kwargs)
         if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
             if self.out is None:
                 self.out = (type(out), out[1:])
@@ -139,7 +144,9 @@ class Stage:
         self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
         self.surveying = self.warned = False
         self.used = ""  # the memory mode of the last pass
-        self.dry = False  # run on tensors without values, to predict memory
+        self.dry: Any = (
+            None  # to predict memory, on tensors without values: what every run of a block is to be put into
+        )
         if self.settings.memory == "reverse" and 0 in self.recurrence.gammas:
             raise ValueError(
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "

@@ -1,0 +1,153 @@
+"""Models by name, for the command line: of torchvision, timm and transformers, or anything in Python.
+
+    resnet152, vit_b_16                 torchvision
+    vit_small_patch16_224, timm/…       timm (the prefix where torchvision has the name too)
+    gpt2, llama, bert, hf/…             transformers: a model type, or a folder with a config.json
+    package.module:function             a function without arguments that returns a model, or (model, example)
+
+They are built without values, so a model larger than the machine is no problem; weights are never fetched.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..extras import require
+
+Example = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to build a model, and a batch for it."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    example: Callable[[nn.Module, int, int | None], Any]  # of the model, the batch size and the size of an input
+
+
+def source(name: str) -> Source:
+    """The model of that name.
+
+    Raises:
+        ValueError: for a name that none of the libraries has, with the nearest ones.
+    """
+    if ":" in name:
+        return _own(name)
+    prefix, _, rest = name.partition("/")
+    finders = {"torchvision": _torchvision, "timm": _timm, "hf": _transformers}
+    if prefix in finders and rest:
+        found = finders[prefix](rest)
+        if found is None:
+            raise ValueError(f"{prefix} has no model {rest!r}.{_near(rest, [prefix])}")
+        return found
+    for package, finder in (("torchvision", _torchvision), ("timm", _timm), ("transformers", _transformers)):
+        found = finder(name) if find_spec(package) is not None else None
+        if found is not None:
+            return found
+    raise ValueError(
+        f"no model is called {name!r}.{_near(name, list(finders))} A model of yours is package.module:function."
+    )
+
+
+def _torchvision(name: str) -> Source | None:
+    models = require("torchvision").models
+    if name not in models.list_models():
+        return None
+    return Source(f"torchvision {name}", lambda: models.get_model(name, weights=None), _images)
+
+
+def _timm(name: str) -> Source | None:
+    timm = require("timm")
+    if name not in timm.list_models():
+        return None
+    return Source(f"timm {name}", lambda: timm.create_model(name, pretrained=False), _images)
+
+
+def _transformers(name: str) -> Source | None:
+    transformers = require("transformers")
+    if Path(name, "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(name)
+    elif name in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(name)
+    else:
+        return None
+    heads = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel)
+    head = next(head for head in heads if type(config) in head._model_mapping or head is heads[-1])
+    return Source(f"transformers {name}", lambda: head.from_config(config), _of_config)
+
+
+def _own(name: str) -> Source:
+    path, _, function = name.partition(":")
+    try:
+        make = getattr(import_module(path), function)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"no Python module is called {path!r} ({error}). Run from the folder that has it.") from error
+    except AttributeError as error:
+        near = difflib.get_close_matches(function, dir(import_module(path)), n=1)
+        raise ValueError(f"{path} has no {function!r}." + (f" Did you mean {near[0]!r}?" if near else "")) from error
+    made: list[Any] = []
+
+    def build() -> nn.Module:
+        result = make()
+        made[:] = result if isinstance(result, tuple) else (result, None)
+        if not isinstance(made[0], nn.Module):
+            raise ValueError(
+                f"{name} returned {type(made[0]).__name__}; it must return a model, or a model and an example."
+            )
+        return made[0]
+
+    def example(model: nn.Module, batch: int, size: int | None) -> Any:
+        if made[1] is None:
+            return _images(model, batch, size)
+        return torch.utils._pytree.tree_map(lambda t: _repeated(t, batch), made[1])
+
+    return Source(name, build, example)
+
+
+def _repeated(value: Any, batch: int) -> Any:
+    return (
+        value[:1].expand(batch, *value.shape[1:]).contiguous()
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
+    )
+
+
+def _images(model: nn.Module, batch: int, size: int | None) -> Any:
+    given = getattr(model, "default_cfg", None) or {}
+    size = size or given.get("input_size", (3, 224, 224))[-1]
+    return torch.randn(batch, 3, size, size)
+
+
+def _of_config(model: nn.Module, batch: int, size: int | None) -> Any:
+    config: Any = model.config
+    if not hasattr(config, "vocab_size"):
+        pixels = getattr(config, "image_size", 224)
+        pixels = pixels if isinstance(pixels, int) else pixels[0]
+        return {"pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), pixels, pixels)}
+    tokens = torch.zeros(batch, size or 512, dtype=torch.long)
+    inputs = {"input_ids": tokens}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens.clone()
+    return inputs
+
+
+def _near(name: str, libraries: list[str]) -> str:
+    known: list[str] = []
+    if "torchvision" in libraries and find_spec("torchvision"):
+        known += require("torchvision").models.list_models()
+    if "timm" in libraries and find_spec("timm"):
+        known += require("timm").list_models()
+    if "hf" in libraries and find_spec("transformers"):
+        known += list(require("transformers").CONFIG_MAPPING)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(near)}?" if near else ""

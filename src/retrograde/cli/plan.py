@@ -1,0 +1,112 @@
+"""`retrograde plan MODEL`: what would be converted, the memory of a step each way, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch._subclasses import FakeTensorMode
+
+from ..convert.plan import Plan, plan
+from ..measure.units import human
+from .models import source
+
+AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = {"none": 0, "sgd": 1, "adam": 2}  # tensors of the size of the parameters
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}{b}": base**k for k, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024), ("", 1000))},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes.
+
+    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
+    (24000000000, 1610612736, 4096)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
+    try:
+        assert match is not None
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+    except (AssertionError, KeyError, ValueError):
+        raise ValueError(f"a budget is a number of bytes, as 24GB, 1.5GiB or 4096; got {text!r}.") from None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Memory that grows with the batch: peak = fixed + each · batch."""
+
+    fixed: float
+    each: float
+
+    @classmethod
+    def through(cls, small: tuple[int, int], large: tuple[int, int]) -> Line:
+        each = (large[1] - small[1]) / (large[0] - small[0])
+        return cls(small[1] - each * small[0], each)
+
+    def largest(self, budget: float) -> int:
+        return max(0, int((budget - self.fixed) // self.each)) if self.each > 0 else 0
+
+
+def main(
+    name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, stages: list[str]
+) -> None:
+    """Plan, and show it."""
+    console = Console()
+    available = parse_bytes(budget) if budget else None
+    chosen = source(name)
+    small = max(1, batch // 2)
+    with console.status(f"building {chosen.name} without values"), FakeTensorMode():
+        model = chosen.build().train()
+        examples = {n: chosen.example(model, n, size) for n in {small, batch}}
+    options = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp]}
+    plans: dict[int, Plan] = {}
+    for n, example in examples.items():
+        with console.status(f"a training step of {chosen.name} at batch {n}, four ways"):
+            plans[n] = plan(model, example, **options)  # type: ignore[arg-type]
+    console.print(_stages(plans[batch]))
+    console.print(_memory(plans, small, batch, optimizer, available))
+
+
+def _stages(made: Plan) -> Table:
+    table = Table(title=str(made).splitlines()[0], box=box.SIMPLE_HEAD, title_justify="left")
+    for k, heading in enumerate(made.table()[0]):
+        table.add_column(heading, justify="right" if k in (1, 3, 4) else "left", overflow="fold")
+    for row, cells in zip(made.rows, made.table()[1:], strict=True):
+        table.add_row(*cells, style="" if row.form else "dim")
+    return table
+
+
+def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:
+    made, fewer = plans[batch], plans[small]
+    constant = made.parameters + made.gradients + OPTIMIZERS[optimizer] * made.gradients
+    besides = f"parameters {human(made.parameters)}, gradients {human(made.gradients)}"
+    besides += f", {optimizer} {human(OPTIMIZERS[optimizer] * made.gradients)}" if OPTIMIZERS[optimizer] else ""
+    table = Table(
+        title=f"One training step at batch {batch}, predicted", caption=f"in all: with {besides} and the batch, {human(made.batch)}",
+        box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
+    )  # fmt: skip
+    for heading in (
+        "",
+        "activations, peak",
+        "held for backward",
+        "of plain",
+        "in all",
+        *(["largest batch"] if available else []),
+    ):
+        table.add_column(heading, justify="right" if heading else "left")
+    for way, peak in made.peaks.items():
+        cells = [way, human(peak.peak), human(peak.held), f"{peak.peak / made.peaks['plain'].peak:.2f}×"]
+        cells.append(human(constant + made.batch + peak.peak))
+        if available:
+            totals = [(n, constant + p.batch + p.peaks[way].peak) for n, p in ((small, fewer), (batch, made))]
+            line = Line.through(*totals) if small != batch else Line(constant, totals[1][1] - constant)
+            cells.append(str(line.largest(available)))
+        table.add_row(*cells)
+    return table
