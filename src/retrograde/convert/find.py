@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from .adapters import KEEPS, judge
+from .adapters import KEEPS, is_chain, judge
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -78,7 +78,7 @@ def find(model: nn.Module, least: int = 2) -> Finding:
     left: list[Left] = []
     inside: set[nn.Module] = set()
     for path, container in model.named_modules():
-        if not isinstance(container, CONTAINERS) or container in inside:
+        if not (isinstance(container, CONTAINERS) or is_chain(container)) or container in inside:
             continue
         group: list[str] = []
         verdicts = [

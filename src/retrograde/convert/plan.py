@@ -19,7 +19,7 @@ from ..measure.memory import Peak
 from ..measure.units import human
 from .convert import check_settings, look, place, revert, stages_of
 from .find import Finding
-from .predict import FusedAttention, Prediction, predict
+from .predict import Prediction, attention_of, predict
 from .stage import Settings, Stage
 
 
@@ -145,7 +145,7 @@ def plan(
         try:
             chosen = stages_of(model)
             for stage in chosen:
-                stage.dry = FusedAttention
+                stage.dry = attention_of(model)
             results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)
         finally:
             revert(model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,15 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def attention_of(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """What calls of attention are to be put into where the model is."""
+    return FusedAttention if _device_of(model) == "cpu" else nullcontext
+
+
+def _device_of(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
 class _Fused(torch.autograd.Function):
     """What fused attention keeps and returns."""
 
@@ -115,11 +124,8 @@ def predict(
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(_without_values(model, mode))
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        stack.enter_context(torch.autocast(device, autocast, enabled=autocast is not None))
         stack.enter_context(torch.enable_grad())
-        if device == "cpu":
-            stack.enter_context(FusedAttention())
+        stack.enter_context(attention_of(model)())
         batch = tree_map(lambda t: _fake(t, mode), batch)
         args, kwargs = as_call(batch)
         for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(batch)):
@@ -133,10 +139,10 @@ def predict(
             ended = modules[last].register_forward_hook(lambda *_, n=name: _note(kept, n, meter.now))
             stack.callback(begun.remove)
             stack.callback(ended.remove)
-        scalar = criterion(model(*args, **kwargs))
+        with torch.autocast(_device_of(model), autocast, enabled=autocast is not None):
+            scalar = criterion(model(*args, **kwargs))
         held = meter.now
-        with torch.autocast(device, enabled=False):
-            torch.autograd.backward(scalar)
+        torch.autograd.backward(scalar)
         peak = meter.peak
     return Prediction(Peak(peak, held), kept)
 

@@ -242,6 +242,11 @@ class Stage:
             if entry.known(x):
                 del self.open[k]
                 return entry.run
+        if index and torch._C._current_graph_task_id() != -1:
+            raise ReplayError(
+                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
+                "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
+            )
         if index and not (self.warned or self.surveying or self.dry):
             self.warned = True
             warnings.warn(

@@ -1,7 +1,7 @@
 """What is known about the residual blocks of other libraries, by the names of their classes: nothing is imported.
 
-An adapter is one function, `judge(block, name)`, for a block whose forward is that of its library's class `name`: `KEEPS` if it
-computes x + f(x) with the shape of x, a reason if it is a block of the kind but does not, None if it is no such block.
+An adapter is one function, `judge(block, owner)`, for a block whose forward is that of its library's class `owner`: `KEEPS` if
+it computes x + f(x) with the shape of x, a reason if it is a block of the kind but does not, None if it is no such block.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ _ADAPTERS = {
     "torch": "plain",
     "retrograde": "own",
 }
+_CHAINS = {"timm.models.regnet.RegStage"}
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module that is no container runs its children one after another, as `nn.Sequential` does."""
+    return f"{type(module).__module__}.{type(module).__name__}" in _CHAINS
 
 
 def judge(block: nn.Module) -> str | None:
@@ -27,7 +33,7 @@ def judge(block: nn.Module) -> str | None:
     adapter = _ADAPTERS.get(owner.__module__.split(".")[0])
     if adapter is None:
         return None
-    verdict: str | None = import_module(f"{__name__}.{adapter}").judge(block, owner.__name__)
+    verdict: str | None = import_module(f"{__name__}.{adapter}").judge(block, owner)
     return verdict
 
 

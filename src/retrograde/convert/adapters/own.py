@@ -7,5 +7,5 @@ from torch import nn
 from . import without
 
 
-def judge(block: nn.Module, name: str) -> str | None:
-    return without(block, "downsample") if name == "_Block" else None
+def judge(block: nn.Module, owner: type) -> str | None:
+    return without(block, "downsample") if owner.__name__ == "_Block" else None

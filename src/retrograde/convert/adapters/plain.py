@@ -7,5 +7,5 @@ from torch import nn
 from . import KEEPS
 
 
-def judge(block: nn.Module, name: str) -> str | None:
-    return KEEPS if name in ("TransformerEncoderLayer", "TransformerDecoderLayer") else None
+def judge(block: nn.Module, owner: type) -> str | None:
+    return KEEPS if owner.__name__ in ("TransformerEncoderLayer", "TransformerDecoderLayer") else None

@@ -8,12 +8,20 @@ from . import KEEPS, with_skip, without
 
 ALWAYS = {"CNBlock", "EncoderBlock", "SwinTransformerBlock", "SwinTransformerBlockV2"}
 SHORTCUT = {"BasicBlock": "downsample", "Bottleneck": "downsample", "ResBottleneckBlock": "proj"}
-SKIP = {"InvertedResidual", "MBConv", "FusedMBConv"}
+SKIP = {
+    "InvertedResidual": "use_res_connect",
+    "MBConv": "use_res_connect",
+    "FusedMBConv": "use_res_connect",
+    "_InvertedResidual": "apply_residual",
+}
 
 
-def judge(block: nn.Module, name: str) -> str | None:
+def judge(block: nn.Module, owner: type) -> str | None:
+    name = owner.__name__
     if name in ALWAYS:
         return KEEPS
     if name in SHORTCUT:
         return without(block, SHORTCUT[name])
-    return with_skip(block, "use_res_connect") if name in SKIP and hasattr(block, "use_res_connect") else None
+    if name == "MultiscaleBlock":  # of MViT: pools or projects x where its shape changes
+        return without(block, "pool_skip") if block.project is None else without(block, "project")
+    return with_skip(block, SKIP[name]) if hasattr(block, SKIP.get(name, " ")) else None
