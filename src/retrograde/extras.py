@@ -23,7 +23,7 @@ EXTRAS = {
     "typer": "experiments", "sklearn": "experiments", "tensorboard": "experiments", "lightning": "train",
     "accelerate": "train", "peft": "train",
 }  # fmt: skip
-_ON_TORCHVISION = {"timm", "lightning", "torchmetrics", "transformers"}
+_ON_TORCHVISION = {"timm", "lightning", "peft", "torchmetrics", "transformers"}
 _declared: list[torch.library.Library] = []
 
 
