@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.core.fixedpoint import HEADROOM, FixedPoint, calibrated, follow, integer_dtype
+from retrograde.core.fixedpoint import FixedPoint, integer_dtype
+from retrograde.stack.headroom import HEADROOM, calibrated, follow
 
 
 @given(st.integers(-(2**30), 2**30), st.integers(-20, 40))

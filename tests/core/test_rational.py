@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.core.rational import LIMIT, as_ratio, as_ratios, buffers, gain, next_bound
+from retrograde.core.rational import LIMIT, as_ratio, as_ratios, gain
 
 
 @pytest.mark.parametrize(
@@ -50,27 +50,3 @@ def test_one_gamma_per_layer() -> None:
 def test_gain_is_one_minus_gamma_except_at_one() -> None:
     assert gain(Fraction(9, 10)) == Fraction(1, 10)
     assert gain(Fraction(1)) == 1
-
-
-def test_buffer_dtypes_at_nine_tenths() -> None:
-    gamma = Fraction(9, 10)
-    last = {torch.uint8: 16, torch.int16: 61, torch.int32: 166}
-    for dtype, depth in last.items():
-        assert buffers([gamma] * depth) == {0: dtype}
-        assert buffers([gamma] * (depth + 1)) != {0: dtype}
-    assert buffers([gamma] * 400) == {0: torch.int32, 166: torch.int32, 332: torch.int32}
-
-
-def test_no_buffer_without_a_multiplication() -> None:
-    assert buffers([Fraction(1)] * 5) == {0: None}
-
-
-@given(st.fractions(0, 1, max_denominator=2**12).filter(lambda g: 0 < g < 1), st.integers(1, 300))
-def test_every_bound_fits_its_dtype(gamma: Fraction, depth: int) -> None:
-    begins, bound = buffers([gamma] * depth), 0
-    dtype = None
-    for k in range(depth):
-        if k in begins:
-            dtype, bound = begins[k], 0
-        bound = next_bound(bound, gamma)
-        assert bound <= torch.iinfo(dtype).max

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.core.thread import SameThread
 from retrograde.stack.momentum import Momentum
+from retrograde.stack.thread import SameThread
 
 
 def test_backward_stays_on_its_thread_while_needed() -> None:

@@ -49,7 +49,10 @@ def step_both(
         if n:
             module.pull_(x, v, 2.0**-20, guard, out)
             trace.append(out.clone())
-            module.retreat_(x, v, i, *step)
+            further = [None if t is None else t.clone() for t in (x, v, i)]
+            module.retreat_(*further, *step, guard, out)  # and the first half of the step before
+            trace += [*further, out.clone()]
+            module.retreat_(x, v, i, *step, guard, None)
             trace += [x, v, i]
         found.append(trace)
     return found[0], found[1]

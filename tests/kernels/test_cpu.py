@@ -8,8 +8,8 @@ from bodies import ratios, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrograde.core import ops as plain
 from retrograde.kernels import cpu, native
+from retrograde.stack import graph
 
 BODIES = ["compiled", "pieces"]
 
@@ -86,10 +86,18 @@ def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype,
     if which == "pieces":
         monkeypatch.setattr(native, "load_carry", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    gx, gv, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
-    found = []
-    for module in (cpu, plain):
-        arrays = [gx.clone(), gv.clone(), d, torch.empty(shape, dtype=dtype)]
-        module.carry_(*arrays[:3], 0.9, 0.1, residual, arrays[3])
-        found.append(arrays)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    p, h, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+    for carried in ((p, h), (None, h), (p, None), (None, None)):
+        for wanted in (True, False):
+            found = []
+            for body in (cpu.carry, None):
+                p_, h_, d_ = (None if t is None else t.clone() for t in (*carried, d))
+                gy = torch.empty(shape)
+                cast = gy if dtype == torch.float32 else torch.empty(shape, dtype=dtype)
+                out = None if not wanted else torch.empty(shape) if p_ is None else p_
+                factors = (9.0, 0.7, 0.1, residual)
+                if body is None or not body(p_, h_, d_, factors, out, gy, cast):
+                    graph.carry(p_, h_, d_, factors, out, gy)
+                    cast.copy_(gy)
+                found.append([gy, cast, *([out] if wanted else [])])
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

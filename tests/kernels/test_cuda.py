@@ -8,7 +8,7 @@ from bodies import ratios, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrograde.core import ops as plain
+from retrograde.stack import graph
 
 pytest.importorskip("triton")
 cuda = pytest.importorskip("retrograde.kernels.cuda")
@@ -64,10 +64,18 @@ def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, residual:
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1_500), (2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype) -> None:
-    gx, gv, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
-    found = []
-    for module in (cuda, plain):
-        arrays = [t.clone().to(DEVICE) for t in (gx, gv, d, torch.empty(shape, dtype=dtype))]
-        module.carry_(*arrays[:3], 0.9, 0.1, residual, arrays[3])
-        found.append(arrays)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    p, h, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+    for carried in ((p, h), (None, h), (p, None), (None, None)):
+        for wanted in (True, False):
+            found = []
+            for body in (cuda.carry, None):
+                p_, h_, d_ = (None if t is None else t.clone().to(DEVICE) for t in (*carried, d))
+                gy = torch.empty(shape).to(DEVICE)
+                cast = gy if dtype == torch.float32 else torch.empty(shape, dtype=dtype).to(DEVICE)
+                out = None if not wanted else torch.empty(shape).to(DEVICE) if p_ is None else p_
+                factors = (9.0, 0.7, 0.1, residual)
+                if body is None or not body(p_, h_, d_, factors, out, gy, cast):
+                    graph.carry(p_, h_, d_, factors, out, gy)
+                    cast.copy_(gy)
+                found.append([gy, cast, *([out] if wanted else [])])
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

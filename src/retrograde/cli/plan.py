@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..convert.plan import Plan, plan
 from ..measure.units import human
-from .models import source
+from .models import Source, source
 
 AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"none": 0, "sgd": 1, "adam": 2}  # tensors of the size of the parameters
@@ -62,8 +66,9 @@ def main(
     available = parse_bytes(budget) if budget else None
     chosen = source(name)
     small = max(1, batch // 2)
-    with console.status(f"building {chosen.name} without values"), FakeTensorMode():
-        model = chosen.build().train()
+    with console.status(f"building {chosen.name} without values"):
+        model, mode = built(chosen)
+    with mode:
         examples = {n: chosen.example(model, n, size) for n in {small, batch}}
     options = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp]}
     plans: dict[int, Plan] = {}
@@ -72,6 +77,29 @@ def main(
             plans[n] = plan(model, example, **options)  # type: ignore[arg-type]
     console.print(_stages(plans[batch]))
     console.print(_memory(plans, small, batch, optimizer, available))
+
+
+def built(chosen: Source) -> tuple[nn.Module, FakeTensorMode]:
+    """The model without values, or with them where its own code looks at them."""
+    mode = FakeTensorMode()
+    try:
+        with mode, _uninitialised():
+            return chosen.build().train(), mode
+    except DataDependentOutputException:
+        return chosen.build().train(), mode
+
+
+@contextmanager
+def _uninitialised() -> Iterator[None]:
+    """Initial weights are not drawn: there are no values to draw."""
+    kept = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
+    for name in kept:
+        setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(nn.init, name, function)
 
 
 def _stages(made: Plan) -> Table:

@@ -126,7 +126,7 @@ def check(module: nn.Module, path: str) -> None:
 def input_name(module: nn.Module) -> str:
     """The name of the first parameter of a block's forward."""
     for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY):
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return name
     return "x"
 

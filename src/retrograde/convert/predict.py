@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..core.ops import registered
 from ..measure.memory import Peak
 from ..measure.step import as_call, mean_of_squares
+
+
+def _nothing(*_: Any) -> bool:
+    return True
+
+
+registered[FakeTensor] = SimpleNamespace(advance_=_nothing, pull_=_nothing, retreat_=_nothing, carry=_nothing)
 
 
 class Meter(TorchDispatchMode):
@@ -85,7 +94,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums, mask)
         return out

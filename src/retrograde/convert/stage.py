@@ -187,7 +187,7 @@ class Stage:
                 run.x = x
             x1 = run.step(own, extra, path)
         except RangeOverflow as error:
-            self.range.fixed.clear()
+            self.range.overflowed()
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
             x1 = x1 if self.dry else run.finish()

@@ -1,11 +1,11 @@
 """The exact core: integers in, bits back. Depends on torch alone; read in one sitting.
 
-    rational     γ as n/d, the bounded information buffer
+    rational     γ as n/d
     fixedpoint   floats as integers
     multiply     multiplication by n/d that loses nothing
     ops          the integer steps, as operators
+    parts, rng   what a block is made of, and what it draws
     call         one run of one block, repeatable to the bit
-    thread       same thread, same bits
     verify       proof that it was repeated
     tape         where a reversible state stands, and replay
 

@@ -5,9 +5,8 @@
 
 (v, u) ↔ U ↔ (v', r) are bijections, so what the division by d would lose, the remainder r, goes into the information
 buffer i, and the digit u popped from it makes room. The paper's Algorithm 1 (from Maclaurin et al., 2015) pushes first and
-pops after: just as exact, but it multiplies an already rounded value by n and so disturbs v by up to n units in
-the last place. Popping first keeps v within one unit of γ·v, whatever n and d are, and 32-bit values suffice.
-Both are here; the library uses `multiply`. All divisions are floor divisions, for negative v too.
+pops after (`stack.algorithm1`): just as exact, but it multiplies a rounded value by n and so disturbs v by up to n units in
+the last place. Popping first keeps v within one unit of γ·v, so 32-bit values suffice. All divisions are floor divisions.
 """
 
 from __future__ import annotations
@@ -38,18 +37,6 @@ def multiply(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
 def divide(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
     """The exact inverse of `multiply(·, ·, n, d)`."""
     return multiply(v, i, d, n)
-
-
-def multiply_ref(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 of [sander2021, App. D], in 64 bits: push the remainder mod d, then pop a digit mod n."""
-    q, r = _divmod(v.long(), d)
-    rest, u = _divmod(i.long() * d + r, n)
-    return q * n + u, rest
-
-
-def divide_ref(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """The exact inverse of `multiply_ref(·, ·, n, d)`."""
-    return multiply_ref(v, i, d, n)
 
 
 def _divmod(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

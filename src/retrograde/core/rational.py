@@ -1,20 +1,9 @@
-"""γ as a ratio n/d, and how large the information buffer can grow.
-
-A float is turned once into a ratio; from then on γ *is* that ratio, in every memory mode. Multiplying an integer by
-n/d pops a digit base n from the buffer and pushes one base d (see `multiply`), so the buffer's largest possible value
-is known before anything runs:
-
-    B₀ = 0        B_{k+1} = (B_k div n)·d + d − 1
-
-Its dtype follows from that bound, and where the bound would pass the largest dtype the buffer is put away and a
-fresh one begun, so depth is unlimited. Per element this costs about k·log2(1/γ) + log2(n·d) bits for k layers: the
-first term is what any reversible multiplication must keep, the second is paid once per buffer.
-"""
+"""γ as a ratio n/d. A float is turned once into a ratio; from then on γ *is* that ratio, in every memory mode."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any
@@ -25,7 +14,6 @@ NARROW, LIMIT = 2**15, 2**19
 """Denominators stay below LIMIT, so that 31-bit values times n are exact in float64, which the CPU kernel uses; below NARROW,
 where floats are rounded to if they can be, the whole multiplication fits 32-bit arithmetic."""
 _TOLERANCE = Fraction(1, 1000)  # how far rounding a float may move γ, or 1 − γ, relative to itself
-_BUFFERS = ((torch.uint8, 2**8 - 1), (torch.int16, 2**15 - 1), (torch.int32, 2**31 - 1))
 
 
 def as_ratio(gamma: Any) -> Fraction:
@@ -66,35 +54,10 @@ def as_ratios(gamma: Any, depth: int) -> tuple[Fraction, ...]:
         return (as_ratio(gamma),) * depth
     ratios = tuple(as_ratio(g) for g in gamma)
     if len(ratios) != depth:
-        raise ValueError(
-            f"gamma has {len(ratios)} values for {depth} blocks. Pass one number, or one number per block."
-        )
+        raise ValueError(f"gamma has {len(ratios)} values for {depth} blocks. Pass one number, or one per block.")
     return ratios
 
 
 def gain(gamma: Fraction) -> Fraction:
     """The factor on f: 1 − γ, and 1 at γ = 1, where f is taken as scaled by 1/(1 − γ) [sander2021, Sec. 3.3]."""
     return 1 - gamma if gamma < 1 else Fraction(1)
-
-
-def next_bound(bound: int, gamma: Fraction) -> int:
-    """The largest value of the buffer after one more multiplication by γ, if it was at most `bound`."""
-    n, d = gamma.numerator, gamma.denominator
-    return bound if n == d or n == 0 else (bound // n) * d + d - 1
-
-
-def buffers(gammas: Sequence[Fraction]) -> dict[int, torch.dtype | None]:
-    """The layers at which a fresh buffer begins, and its dtype: the smallest that fits (None: no buffer is needed).
-
-    >>> buffers([Fraction(9, 10)] * 200)
-    {0: torch.int32, 166: torch.int16}
-    """
-    begins: dict[int, torch.dtype | None] = {}
-    start, bound = 0, 0
-    for k, gamma in enumerate(gammas):
-        grown = next_bound(bound, gamma)
-        if grown > _BUFFERS[-1][1]:
-            start, grown = k, next_bound(0, gamma)
-        bound = grown
-        begins[start] = next(dtype for dtype, largest in _BUFFERS if bound <= largest) if bound else None
-    return begins

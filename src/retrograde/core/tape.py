@@ -6,20 +6,19 @@ mode the input comes from the `Tape`, which undoes one step after another as bac
 it was kept (`Kept`). The graph is the genuine one, so everything that works with autograd works here.
 
     recall(k)    stand where x_k can be read; x_k
-    settle(k, y) block k gave y on it: finish the step back
+    settle(k, y) block k gave y on it: finish the step back (if y is `held` anyway, when the next begins: one pass over memory)
     seek(k)      run blocks, either way, until the state is that of layer k
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import WHEN_NOT_REPEATED, Call, version
 from .errors import ReplayError
 from .verify import Gradients
 
@@ -32,73 +31,69 @@ class State(Protocol):
     def pull(self) -> Tensor: ...  # first half of a step back: the last block's input again
     def push(self) -> None: ...  # undo `pull`
     def retreat(self, k: int, y: Tensor) -> None: ...  # second half: block k gave y on it
+    def recede(self, k: int, y: Tensor) -> Tensor: ...  # `retreat`, then the next `pull`
     def rewound(self, start: Any) -> bool: ...  # at layer 0: is everything back at its start?
     def free(self) -> None: ...
 
 
 class Kept:
-    """One block's input, kept; to a frame, the same as a tape. `private`: the block writes to it, so every run gets a copy."""
+    """One block's input, kept; to a frame, the same as a tape."""
 
-    def __init__(self, x: Tensor, private: bool = False) -> None:
-        self.x, self.private, self.version = x, private, x._version
+    needs_output = False  # of the block that is run again
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version = x, x._version
 
     def recall(self, k: int) -> Tensor:
         if self.x._version != self.version:
             raise ReplayError(
-                f"the input of block {k}, kept for its backward pass, was changed in place. Change a copy (x.clone()) instead."
+                f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead."
             )
-        return self.x.clone() if self.private else self.x.detach()
+        return self.x.detach()
 
-    def settle(self, k: int, y: Tensor) -> None: ...
+    def settle(self, k: int, y: Any, held: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
 
 
 class Tape:
     """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
 
+    needs_output = True
+
     def __init__(self, state: State, verify: str) -> None:
         self.state, self.verify = state, verify
         self.calls: dict[int, Call] = {}
-        self.at = 0
-        self.pulled = False
+        self.at, self.pulled = 0, False
+        self.owed: Tensor | None = (
+            None  # the output of block `at`, with which the last step back is still to be finished
+        )
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.start: Any = None  # what `State.rewound` compares with
         self.gradients: dict[int, Gradients] = {}  # by backward pass
-        self.freed = self.broken = False
+        self.lost = ""  # why there is nothing to go on from
 
     def recall(self, k: int) -> Tensor:
-        if self.freed:
-            raise RuntimeError(
-                "The activations of this network were already given up: its backward pass has run once. To run it again, "
-                "pass retain_graph=True to the first backward."
-            )
-        if self.broken:
-            raise RuntimeError(
-                "An earlier backward pass through this network was interrupted. Run the forward pass again."
-            )
-        task = torch._C._current_graph_task_id()
-        if self.verify != "off" and task not in self.gradients:
-            self.gradients = {task: Gradients(p for call in self.calls.values() for p in call.parameters)}
+        if self.lost:
+            raise RuntimeError(self.lost)
+        if self.verify != "off" and torch._C._current_graph_task_id() not in self.gradients:
+            parameters = (p for call in self.calls.values() for p in call.parts.parameters)
+            self.gradients = {torch._C._current_graph_task_id(): Gradients(parameters)}
         try:
             if self.at <= k or k < 0:
                 self.seek(max(k, 0))
                 return self.state.read()
-            self.seek(k + 1)
-            with self._unbroken():
-                x = self.state.pull()
-            self.pulled = True
-            return x
+            self.seek(k + 1, lazily=True)
+            return self._pull()
         except BaseException:
             self._undo_gradients()
             raise
 
-    def settle(self, k: int, y: Tensor) -> None:
+    def settle(self, k: int, y: Tensor, held: bool) -> None:
         if self.pulled:
-            with self._unbroken():
-                self.state.retreat(k, y)
-            self.pulled, self.at = False, k
+            self.pulled, self.at, self.owed = False, k, y
         if k == self.lowest:
             self._served()
+        self.seek(self.at, lazily=held)
 
     def abandon(self, k: int) -> None:
         """The block failed: stand where the state stood before `recall`."""
@@ -107,30 +102,36 @@ class Tape:
             self.pulled = False
         self._undo_gradients()
 
-    def seek(self, k: int) -> None:
+    def seek(self, k: int, lazily: bool = False) -> None:
         while self.at > k:
-            with self._unbroken():
-                x = self.state.pull()
+            x = self._pull()
             try:
-                y = self.calls[self.at - 1].again(x, [])
+                self.owed = self.calls[self.at - 1].again(x, [])
             except BaseException:
                 self.state.push()
                 raise
-            with self._unbroken():
-                self.state.retreat(self.at - 1, y)
+            finally:
+                self.pulled = False
             self.at -= 1
+        if self.owed is not None and not lazily:
+            y, self.owed = self.owed, None
+            self._whole(self.state.retreat, self.at, y)
         while self.at < k:
-            y = self.calls[self.at].again(self.state.read(), [])
-            with self._unbroken():
-                self.state.advance(self.at, y)
+            self._whole(self.state.advance, self.at, self.calls[self.at].again(self.state.read(), []))
             self.at += 1
 
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """A step of the state that stops half-way leaves nothing to go on from."""
-        self.broken = True
-        yield
-        self.broken = False
+    def _pull(self) -> Tensor:
+        y, self.owed = self.owed, None
+        x: Tensor = self._whole(self.state.pull) if y is None else self._whole(self.state.recede, self.at, y)
+        self.pulled = True
+        return x
+
+    def _whole(self, step: Callable[..., Any], *args: Any) -> Any:
+        """A step of the state; one that stops half-way leaves nothing to go on from."""
+        self.lost = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+        result = step(*args)
+        self.lost = ""
+        return result
 
     def _served(self) -> None:
         if self.verify != "off":
@@ -144,7 +145,10 @@ class Tape:
         self.gradients = {}
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.state.free()
-            self.freed = True
+            self.owed = None
+            self.lost = (
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+            )
 
     def _undo_gradients(self) -> None:
         for gradients in self.gradients.values():
@@ -159,40 +163,50 @@ class Frame:
         self.call, self.source, self.k = call, source, k
         self.shapes: list[torch.Size] = []
         self.saved: dict[int, Tensor] = {}
-        self.running = False  # the block is in its first run
+        self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
 
-    def run(self, x: Tensor) -> Any:
-        self.running = True
+    def run(self, x: Tensor, look: Callable[[list[Tensor]], None] | None = None) -> Any:
+        """Run the block for the first time. `look` is shown what a plain run would have kept."""
+        fresh, versions = self.fresh, list[int]()
+
+        def pack(t: Tensor) -> int:
+            fresh.append(t)
+            versions.append(t._version)
+            return len(fresh) - 1
+
         try:
-            return self.call.first(x, self.pack, self.unpack)
+            y = self.call.first(x, pack, self.unpack)
+            if list(map(version, fresh)) != versions:
+                raise ReplayError(f"{self.call.name} changed a tensor in place that autograd had saved for a gradient.")
+            self.shapes = [t.shape for t in fresh]
+            self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
+            if look is not None:
+                look(fresh)
+            return y
         finally:
-            self.running, self.saved = False, {}
-
-    def pack(self, t: Tensor) -> int:
-        self.shapes.append(t.shape)
-        return len(self.shapes) - 1
+            fresh.clear()
 
     def unpack(self, index: int) -> Tensor:
         if index not in self.saved:
+            if self.fresh:  # the block takes a gradient inside its own forward
+                return self.fresh[index]
             self.replay()
         return self.saved.pop(index)
 
     def replay(self) -> None:
         saved: list[Tensor] = []
+        partial = not (self.source.needs_output or self.ends_saved or self.call.checksum is not None)
         x = self.source.recall(self.k)
         try:
-            y = self.call.again(x, saved)
-            shapes = [t.shape for t in saved]
-            if shapes != self.shapes and not self.running:
+            y = self.call.again(x, saved, len(self.shapes) if partial else None)
+            if [t.shape for t in saved] != self.shapes:
                 raise ReplayError(
-                    f"{self.call.name} did not repeat itself: run again in backward it saved {len(shapes)} tensors for "
-                    f"autograd, against {len(self.shapes)} in forward, or tensors of other shapes. Its control flow "
-                    "must depend on its input alone; else keep its activations with memory='store'."
+                    f"{self.call.name} did not repeat itself: run again in backward it saved {len(saved)} tensors for autograd, "
+                    f"against {len(self.shapes)} in forward, or tensors of other shapes. {WHEN_NOT_REPEATED}"
                 )
         except BaseException:
             self.source.abandon(self.k)
             raise
-        if not self.running:  # else the block takes a gradient inside its own forward: the tape is not past it yet
-            self.source.settle(self.k, y)
+        self.source.settle(self.k, y, self.ends_saved)
         self.saved = dict(enumerate(saved))
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

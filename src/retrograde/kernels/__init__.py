@@ -8,11 +8,12 @@ from importlib.util import find_spec
 
 import torch
 
-from . import cpu as cpu
+from ..core.ops import register
+from . import cpu
+
+register("cpu", "CPU", cpu.advance_, cpu.pull_, cpu.retreat_, carry=cpu.carry)
 
 if torch.cuda.is_available() and find_spec("triton") is not None:
     from . import cuda
 
-    library = torch.library.Library("retrograde", "IMPL")
-    for _body in (cuda.advance_, cuda.pull_, cuda.retreat_, cuda.carry_):
-        library.impl(_body.__name__, _body, "CUDA")
+    register("cuda", "CUDA", cuda.advance_, cuda.pull_, cuda.retreat_, carry=cuda.carry)

@@ -2,7 +2,7 @@
  *
  *   advance   v <- v*n/d + round(f*scale)     x <- x + (v + half >> guard)      out = x*unit
  *   pull      x <- x - (v + half >> guard)                                      out = x*unit
- *   retreat   v <- (v - round(f*scale)) * d/n
+ *   retreat   v <- (v - round(f*scale)) * d/n                                    and, with an out, pull after it
  *
  * f is y, or y - x*unit (residual). The multiplication by n/d is the one of core/multiply.py. Quotients of integers are
  * floor((a + 1/2) * (1/b)) in float64: exact, because |a| < 2^50 and (a + 1/2)/b is at least 1/(2b) from any integer.
@@ -22,7 +22,7 @@ typedef struct {
     int32_t guard;      /* further bits of v */
     float scale, unit;
     int32_t residual, what;
-    float peak[2];      /* largest |v| and |x| */
+    float *peak;        /* receives the largest |v| and |x| of an advance */
     int32_t bad;        /* a step was not finite or out of range */
 } job;
 
@@ -78,7 +78,7 @@ static int32_t steps(const job *j, int64_t from, int64_t size, float *restrict s
 
 enum { PIECE = 2048 };
 
-static void run(job *j) {
+static void run(job *j, float *peak) {
     float step[PIECE];
     int32_t peak_v = 0, peak_x = 0, low_v = 0, low_x = 0;
     for (int64_t from = 0; from < j->size; from += PIECE) {
@@ -101,23 +101,31 @@ static void run(job *j) {
                 peak_x = z > peak_x ? z : peak_x;
                 low_x = z < low_x ? z : low_x;
             }
-        } else if (j->what == PULL) {
+            continue;
+        }
+        if (j->what == RETREAT) {
+            for (int64_t e = 0; e < size; e++) v[e] = (int32_t)((uint32_t)v[e] - (uint32_t)(int32_t)step[e]);
+            multiply(j, from, size, j->d, j->n);
+        }
+        if (j->out) {
             float *restrict out = j->out + from;
             for (int64_t e = 0; e < size; e++) {
                 x[e] = (int32_t)((uint32_t)x[e] - (uint32_t)((v[e] + half) >> guard));
                 out[e] = (float)x[e] * unit;
             }
-        } else {
-            for (int64_t e = 0; e < size; e++) v[e] = (int32_t)((uint32_t)v[e] - (uint32_t)(int32_t)step[e]);
-            multiply(j, from, size, j->d, j->n);
         }
     }
-    j->peak[0] = fmaxf((float)peak_v, -(float)low_v);
-    j->peak[1] = fmaxf((float)peak_x, -(float)low_x);
+    peak[0] = fmaxf((float)peak_v, -(float)low_v);
+    peak[1] = fmaxf((float)peak_x, -(float)low_x);
 }
 
 /* Run a job on several threads; its peaks and flag are those of the whole. */
 void retrograde_run(job *whole, int32_t threads) {
+    if (threads == 1) {
+        float peak[2];
+        run(whole, whole->peak ? whole->peak : peak);
+        return;
+    }
     const int64_t share = (whole->size / threads + PIECE) / PIECE * PIECE;
     float peak_v = 0, peak_x = 0;
     int32_t bad = 0;
@@ -129,29 +137,50 @@ void retrograde_run(job *whole, int32_t threads) {
         part.v += from;
         part.i = (char *)part.i + from * part.width;
         part.y += from;
-        part.out += from;
+        part.out = part.out ? part.out + from : part.out;
         part.size = whole->size - from < share ? whole->size - from : share;
-        run(&part);
-        peak_v = fmaxf(peak_v, part.peak[0]);
-        peak_x = fmaxf(peak_x, part.peak[1]);
+        float peak[2];
+        run(&part, peak);
+        peak_v = fmaxf(peak_v, peak[0]);
+        peak_x = fmaxf(peak_x, peak[1]);
         bad |= part.bad;
     }
-    whole->peak[0] = peak_v;
-    whole->peak[1] = peak_x;
+    if (whole->peak) {
+        whole->peak[0] = peak_v;
+        whole->peak[1] = peak_x;
+    }
     whole->bad = bad;
 }
 
-/* The gradient of a step: gx <- gx + d, s = gv + gx, gy = s*gain, gv <- s*gamma, and gx <- gx - gy where residual. */
-void retrograde_carry(float *restrict gx, float *restrict gv, const float *restrict d, float *restrict gy,
-                      int64_t size, float gamma, float gain, int32_t residual, int32_t threads) {
+/* The gradient of a step, see stack/graph.py: gx = p + d, s = gx + c*h, gy = gain*s, out = gx or gx - gy. Without p, it is e*h;
+   without h, it is 0; without out, gx goes nowhere. out may be p. */
+static void carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
+                  float c, float e, float gain, int32_t residual) {
+    if (p && h && out) {
+        for (int64_t k = 0; k < size; k++) {
+            const float x = p[k] + d[k], y = (x + h[k] * c) * gain;
+            gy[k] = y;
+            out[k] = residual ? x - y : x;
+        }
+        return;
+    }
+    for (int64_t k = 0; k < size; k++) {
+        const float x = p ? p[k] + d[k] : h ? h[k] * e + d[k] : d[k], y = (h ? x + h[k] * c : x) * gain;
+        gy[k] = y;
+        if (out)
+            out[k] = residual ? x - y : x;
+    }
+}
+
+void retrograde_carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
+                      float c, float e, float gain, int32_t residual, int32_t threads) {
+    if (threads == 1) {
+        carry(p, h, d, out, gy, size, c, e, gain, residual);
+        return;
+    }
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t from = 0; from < size; from += PIECE) {
-        const int64_t to = size - from < PIECE ? size : from + PIECE;
-        for (int64_t e = from; e < to; e++) {
-            const float x = gx[e] + d[e], s = gv[e] + x, y = s * gain;
-            gv[e] = s * gamma;
-            gy[e] = y;
-            gx[e] = residual ? x - y : x;
-        }
+        const int64_t piece = size - from < PIECE ? size - from : PIECE;
+        carry(p ? p + from : p, h ? h + from : h, d + from, out ? out + from : out, gy + from, piece, c, e, gain, residual);
     }
 }

@@ -101,20 +101,21 @@ def _decode(x: Tensor, unit: float, out: Tensor) -> None:
 
 def _native(
     what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int = 0,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, watch: Tensor | None = None,
 ) -> native.Job | None:  # fmt: skip
     """The whole step in compiled code; None where there is none for it."""
     run = native.load()
     if run is None or (residual and seen != torch.float32):
         return None
-    given = None if y is None else _flat(y, x).float()
+    given = y if y is None or (y.dtype == torch.float32 and y.stride() == x.stride()) else laid_out_as(x, y).float()
     result = out if out is None or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    size, threads = x.numel(), torch.get_num_threads()
     job = native.Job(
-        x.data_ptr(), v.data_ptr(), 0 if i is None else i.data_ptr(), 0 if given is None else given.data_ptr(),
-        0 if result is None else result.data_ptr(), x.numel(), 0 if i is None else i.element_size(),
-        n, d, guard, scale, unit, residual, what,
+        x.data_ptr(), v.data_ptr(), None if i is None else i.data_ptr(), None if given is None else given.data_ptr(),
+        None if result is None else result.data_ptr(), size, 0 if i is None else i.element_size(), n, d, guard, scale, unit,
+        residual, what, None if watch is None else watch.data_ptr(),
     )  # fmt: skip
-    run(ctypes.addressof(job), min(torch.get_num_threads(), 1 + x.numel() // PIECE))
+    run(ctypes.addressof(job), threads if threads == 1 else min(threads, 1 + size // PIECE))
     if out is not None and result is not None and result is not out:
         out.copy_(result)
     return job
@@ -134,9 +135,8 @@ def advance_(
             plain.advance_(x_, v_, i_, y_, seen, n, d, scale, unit, residual, guard, out_, seen_here)
             torch.maximum(watch, seen_here, out=watch)
         return
-    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual, guard)
+    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual, guard, watch)
     if job is not None:
-        watch.copy_(torch.tensor(list(job.peak)))
         if job.bad:
             watch[0] = plain.increment(x - plain.rounded(v, guard), y, seen, scale, unit, residual).abs().amax()
         return
@@ -167,32 +167,37 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
-    if not alike(x, v, i):
-        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual)
+    if not alike(x, v, i, out):
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
         return
     if x.dtype != torch.int32:
-        for x_, v_, i_, y_ in _pieces(x, v, i, y):
-            plain.retreat_(x_, v_, i_, y_, seen, n, d, scale, unit, residual)
+        for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
+            plain.retreat_(x_, v_, i_, y_, seen, n, d, scale, unit, residual, guard, out_)
         return
-    if _native(native.RETREAT, x, v, i, y, None, seen, n, d, scale, unit, residual) is not None:
+    if _native(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, residual, guard) is not None:
         return
-    for x_, v_, i_, y_ in _pieces(x, v, i, y):
+    for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
         v_.sub_(_scratch.q[: v_.numel()].copy_(_increment(x_, y_, seen, scale, unit, residual)))
         if n != d:
             _multiply_(v_, i_, d, n)
+        if out_ is not None:
+            _decode(x_.sub_(plain.rounded(v_, guard)), unit, out_)
 
 
-def carry_(gx: Tensor, gv: Tensor, d: Tensor, gamma: float, gain: float, residual: bool, gy: Tensor) -> None:
+def carry(
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, bool],
+    out: Tensor | None, gy: Tensor, cast: Tensor,
+) -> bool:  # fmt: skip
+    """`stack.graph.carry`, if there is compiled code for it; whether there was."""
     run = native.load_carry()
-    if run is None or any(t.dtype != torch.float32 for t in (gx, gv, d, gy)) or not alike(gx, gv, d, gy):
-        plain.carry_(gx, gv, d, gamma, gain, residual, gy)
-        return
-    threads = min(torch.get_num_threads(), 1 + gx.numel() // PIECE)
-    run(*(t.data_ptr() for t in (gx, gv, d, gy)), gx.numel(), gamma, gain, residual, threads)
-
-
-library = torch.library.Library("retrograde", "IMPL")
-for _body in (advance_, pull_, retreat_, carry_):
-    library.impl(_body.__name__, _body, "CPU")
+    if run is None or cast is not gy or not alike(gy, p, h, d, out):
+        return False
+    if any(t is not None and t.dtype != torch.float32 for t in (p, h, d, gy)):
+        return False
+    threads, size = torch.get_num_threads(), gy.numel()
+    threads = threads if threads == 1 else min(threads, 1 + size // PIECE)
+    at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy)]
+    run(*at, size, *factors, threads)
+    return True

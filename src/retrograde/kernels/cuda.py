@@ -12,6 +12,7 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, which is how they 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -128,13 +129,13 @@ def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
 
 @triton.jit
 def _retreat(
-    x_ptr, v_ptr, i_ptr, y_ptr,
-    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr,
+    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, PULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(x_ptr + at, inside, other=0) if RESIDUAL else 0
+    x = tl.load(x_ptr + at, inside, other=0) if RESIDUAL or PULL else 0
     step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
     good = tl.abs(step) <= 1073741824.0
     v = tl.load(v_ptr + at, inside, other=0) - tl.where(good, step, 0.0).to(tl.int32)
@@ -143,18 +144,35 @@ def _retreat(
         v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
         tl.store(i_ptr + at, i, inside)
     tl.store(v_ptr + at, v, inside)
+    if PULL:
+        x = x - _rounded(v, guard)
+        tl.store(x_ptr + at, x, inside)
+        tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
 
 
 @triton.jit
-def _carry(gx_ptr, gv_ptr, d_ptr, gy_ptr, size, gamma, gain, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _carry(
+    p_ptr, h_ptr, d_ptr, out_ptr, gy_ptr, cast_ptr, size, c, e, gain,
+    P: tl.constexpr, H: tl.constexpr, OUT: tl.constexpr, CAST: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gx = tl.load(gx_ptr + at, inside, other=0.0) + tl.load(d_ptr + at, inside, other=0.0).to(tl.float32)
-    s = tl.load(gv_ptr + at, inside, other=0.0) + gx
+    gx = tl.load(d_ptr + at, inside, other=0.0).to(tl.float32)
+    if H:
+        h = tl.load(h_ptr + at, inside, other=0.0)
+    if P:
+        gx = tl.load(p_ptr + at, inside, other=0.0) + gx
+    elif H:
+        gx = h * e + gx
+    s = gx
+    if H:
+        s = gx + h * c
     gy = s * gain
-    tl.store(gv_ptr + at, s * gamma, inside)
-    tl.store(gx_ptr + at, gx - gy if RESIDUAL else gx, inside)
     tl.store(gy_ptr + at, gy, inside)
+    if CAST:
+        tl.store(cast_ptr + at, gy, inside)
+    if OUT:
+        tl.store(out_ptr + at, gx - gy if RESIDUAL else gx, inside)
 
 
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -173,8 +191,26 @@ def _kind(n: int, d: int) -> int:
     return ZERO if n == 0 else NARROW_RATIO if max(n, d) < NARROW else WIDE_RATIO
 
 
-def _grid(t: Tensor) -> tuple[int]:
-    return (triton.cdiv(t.numel(), BLOCK),)
+_compiled: dict[Any, Any] = {}
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[float, ...], *constants: Any) -> None:
+    """Run a kernel on `size` elements; from the second time on without the look-up of Triton's own launcher.
+
+    What the compiler may specialise a kernel on is in the key: dtypes, alignment, divisibility of the size, whole numbers.
+    """
+    misaligned = 0
+    for t in tensors:
+        misaligned |= t.data_ptr() & 15
+    key = (
+        kernel, tensors[0].device, misaligned == 0, size % 16 == 0, size == 1, size < 2**31, constants,
+        *[t.dtype for t in tensors], *[n for n in numbers if type(n) is int],
+    )  # fmt: skip
+    grid, compiled = (-(-size // BLOCK), 1, 1), _compiled.get(key)
+    if compiled is not None and not misaligned:
+        compiled[grid](*tensors, size, *numbers, *constants, BLOCK)
+        return
+    _compiled[key] = kernel[grid](*tensors, size, *numbers, *constants, BLOCK, enable_fp_fusion=False)
 
 
 def advance_(
@@ -184,39 +220,39 @@ def advance_(
     if x.dtype != torch.int32 or not alike(x, v, i, out):
         plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
         return
-    kind = _kind(n, d)
-    watch.zero_()
-    _advance[_grid(x)](
-        x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32),
-        x.numel(), *_ratio(n, d), scale, unit, guard,
-        KIND=kind, RESIDUAL=residual, SEEN=_FLOATS[seen], BLOCK=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+    tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32))
+    _launch(_advance, tensors, x.numel(), (*_ratio(n, d), scale, unit, guard), _kind(n, d), residual, _FLOATS[seen])
 
 
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
     if x.dtype != torch.int32 or not alike(x, v, out):
         plain.pull_(x, v, unit, guard, out)
         return
-    _pull[_grid(x)](x, v, out, x.numel(), unit, guard, BLOCK=BLOCK, enable_fp_fusion=False)
+    _launch(_pull, (x, v, out), x.numel(), (unit, guard))
 
 
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool,
+    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
-    if x.dtype != torch.int32 or not alike(x, v, i):
-        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual)
+    if x.dtype != torch.int32 or not alike(x, v, i, out):
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
         return
-    _retreat[_grid(x)](
-        x, v, x if i is None else i, laid_out_as(x, y), x.numel(), *_ratio(d, n), scale, unit,
-        KIND=_kind(d, n), RESIDUAL=residual, SEEN=_FLOATS[seen], BLOCK=BLOCK, enable_fp_fusion=False,
-    )  # fmt: skip
+    tensors = (x, v, x if i is None else i, laid_out_as(x, y), x if out is None else out)
+    numbers, constants = (*_ratio(d, n), scale, unit, guard), (_kind(d, n), residual, _FLOATS[seen], out is not None)
+    _launch(_retreat, tensors, x.numel(), numbers, *constants)
 
 
-def carry_(gx: Tensor, gv: Tensor, d: Tensor, gamma: float, gain: float, residual: bool, gy: Tensor) -> None:
-    if gx.dtype != torch.float32 or not alike(gx, gv, gy):
-        plain.carry_(gx, gv, d, gamma, gain, residual, gy)
-        return
-    _carry[_grid(gx)](
-        gx, gv, laid_out_as(gx, d), gy, gx.numel(), gamma, gain, RESIDUAL=residual, BLOCK=BLOCK, enable_fp_fusion=False
-    )
+def carry(
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, bool],
+    out: Tensor | None, gy: Tensor, cast: Tensor,
+) -> bool:  # fmt: skip
+    """`stack.graph.carry`, if the layout allows; whether it did."""
+    if gy.dtype != torch.float32 or not alike(gy, out):
+        return False
+    c, e, gain, residual = factors
+    given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]
+    tensors = (*given, gy if out is None else out, gy, cast)
+    constants = (p is not None, h is not None, out is not None, cast is not gy, residual)
+    _launch(_carry, tensors, gy.numel(), (c, e, gain), *constants)
+    return True

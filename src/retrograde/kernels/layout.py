@@ -22,7 +22,11 @@ def dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 def alike(t: Tensor, *others: Tensor | None) -> bool:
     """Whether t is dense and not empty, and the others are laid out as it is."""
-    return t.numel() > 0 and all(o is None or o.stride() == t.stride() for o in others) and dense(t.shape, t.stride())
+    strides = t.stride()
+    for other in others:
+        if other is not None and other.stride() != strides:
+            return False
+    return dense(t.shape, strides) and t.numel() > 0
 
 
 def laid_out_as(like: Tensor, t: Tensor) -> Tensor:

@@ -31,9 +31,8 @@ class Job(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p), ("v", ctypes.c_void_p), ("i", ctypes.c_void_p), ("y", ctypes.c_void_p), ("out", ctypes.c_void_p),
         ("size", ctypes.c_int64), ("width", ctypes.c_int32), ("n", ctypes.c_int32), ("d", ctypes.c_int32),
-        ("guard", ctypes.c_int32),
-                ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("residual", ctypes.c_int32), ("what", ctypes.c_int32),
-        ("peak", ctypes.c_float * 2), ("bad", ctypes.c_int32),
+        ("guard", ctypes.c_int32), ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("residual", ctypes.c_int32),
+        ("what", ctypes.c_int32), ("peak", ctypes.c_void_p), ("bad", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -62,9 +61,9 @@ def load() -> Callable[..., None] | None:
 
 @functools.cache
 def load_carry() -> Callable[..., None] | None:
-    """The compiled `retrograde_carry(gx, gv, d, gy, size, gamma, gain, residual, threads)`, or None."""
+    """The compiled `retrograde_carry(p, h, d, out, gy, size, c, e, gain, residual, threads)`, or None."""
     library = _library()
-    return None if library is None else _typed(library.retrograde_carry, "p p p p l f f i i")
+    return None if library is None else _typed(library.retrograde_carry, "p p p p p l f f f i i")
 
 
 def _typed(function: Any, signature: str) -> Any:

@@ -142,7 +142,7 @@ class CouplingNet(nn.Module):
         try:
             run = self._steps(x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow)
         except RangeOverflow:
-            self.range.fixed.clear()
+            self.range.overflowed()
             raise
         self.range.seen(run.state)  # type: ignore[arg-type] # it has all that is looked at
         return run

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, Extra, copied_buffers, rng_from
-from ..core.errors import RangeOverflow, ReplayError
+from ..core.call import Extra, copied_buffers, rng_from
+from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
+from ..core.parts import Memo
 from ..core.rational import as_ratios
-from ..core.tape import Frame, Kept
-from ..stack.calibrate import Range, peaks, wide
+from ..stack.calibrate import Range, peaks, several_processes, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
-from ..stack.planner import MODES, cheapest
+from ..stack.planner import MODES, Plan, Planner, check_budget, leanest
+from ..stack.residual import grouped, residual
 
 Gamma = float | Iterable[float]
 
@@ -53,6 +55,11 @@ class MomentumNet(nn.Module):
         velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
             everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
+        budget: with "auto", how much may be held from forward to backward: whole bytes, or a fraction of the device's memory as
+            a float. As many blocks as fit in it, from the last one down, keep their tensors and are not run again; `plan`
+            says how many. The first pass with an input of a kind runs without it, and measures.
+        every: one momentum step for so many consecutive blocks, which are run as plain residual blocks inside it. Fewer
+            integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
         verify: "off"; "end" proves, when backward has reached the first block with a gradient, that the whole network was
             rewound to its start; "blocks" also checks each block's output against a checksum, and names the one that did
@@ -73,6 +80,7 @@ class MomentumNet(nn.Module):
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
         form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
         fraction_bits: int | str = "auto", verify: str = "off", overflow: str = "raise",
+        budget: int | float | None = None, every: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
@@ -81,10 +89,15 @@ class MomentumNet(nn.Module):
         self.overflow = _choice("overflow", overflow, ("raise", "nan"))
         if velocity is not None and velocity != "first" and not callable(velocity):
             raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
-        self.velocity = velocity
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of blocks from 1 on; got {every!r}.")
+        self.velocity, self.every = velocity, every
         self.range = Range(fraction_bits)
+        self.memo = Memo()
+        self.plan: Plan | None = None  # of the last pass
         self._memory = _choice("memory", memory, MODES)
         self.gamma = gamma
+        self.budget = budget
 
     @property
     def gamma(self) -> Any:
@@ -94,7 +107,8 @@ class MomentumNet(nn.Module):
 
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
-        recurrence = Recurrence(as_ratios(gamma, len(self.blocks)), self.form == "block")
+        self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
+        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), self.form == "block" or self.every > 1)
         _check_reversible(self.memory, recurrence)
         self.recurrence = recurrence
 
@@ -111,7 +125,18 @@ class MomentumNet(nn.Module):
     @memory.setter
     def memory(self, memory: str) -> None:
         _check_reversible(_choice("memory", memory, MODES), self.recurrence)
+        check_budget(self.budget, memory)
         self._memory = memory
+
+    @property
+    def budget(self) -> int | float | None:
+        """How much may be held from forward to backward: bytes, or a fraction of the device's memory. May be set, between passes."""
+        return self._planner.budget
+
+    @budget.setter
+    def budget(self, budget: int | float | None) -> None:
+        check_budget(budget, self.memory)
+        self._planner = Planner(budget)
 
     @property
     def fraction_bits(self) -> int | str:
@@ -124,7 +149,10 @@ class MomentumNet(nn.Module):
         """x_K, the last x. Extra inputs go to every block."""
         _check_input(x)
         extra = Extra(args, kwargs)
-        return self._run(x, extra).finish() if any(self.recurrence.gammas) else self._plain(x, extra)
+        if any(self.recurrence.gammas):
+            return self._run(x, extra).finish()
+        memory = self._remembered(x, extra)
+        return residual(self._groups(), self.form, x, extra, verify=self.verify, memo=self.memo, **memory)
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
@@ -160,10 +188,10 @@ class MomentumNet(nn.Module):
         held.x, held.v = (q.clone() for q in state.integers)
         held.buffers = [None if b is None else b.clone() for b in state.buffers]
         with copied_buffers(self.modules()):
-            for k in reversed(range(len(self.blocks))):
+            for k, block in reversed(list(enumerate(self._groups()))):
                 x = held.pull()
                 with torch.set_grad_enabled(state.grad_mode):
-                    y = self.blocks[k](x, *extra.args, **extra.kwargs)
+                    y = block(x, *extra.args, **extra.kwargs)
                 held.retreat(k, Like(x).checked(y, f"block {k}"))
             x0, launch = held.read(), self._launch(extra)
             with torch.set_grad_enabled(state.grad_mode):
@@ -179,18 +207,15 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
-        if len(self.blocks) != len(self.recurrence.gammas):
-            raise ValueError(
-                f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set "
-                "net.gamma after adding or removing blocks."
-            )
-        mode = cheapest(self.recurrence, x0.dtype) if self.memory == "auto" else self.memory
-        settings = {"mode": mode, "verify": self.verify, "overflow": self.overflow, "reversible": reversible}
+        settings = {"verify": self.verify, "overflow": self.overflow, "reversible": reversible}
+        settings |= self._remembered(x0, extra, budgeted=not reversible)
+        assert self.plan is not None
+        settings["mode"] = self.plan.mode
         try:
             run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
         except RangeOverflow:
-            self.range.fixed.clear()
-            if self.training or self.range.setting != "auto":
+            self.range.overflowed()
+            if self.training or self.range.setting != "auto" or several_processes():  # others run their blocks once
                 raise
             run = self._steps(
                 x0, extra, self._fixed(x0, extra), **settings
@@ -202,13 +227,39 @@ class MomentumNet(nn.Module):
         return self.range.for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
 
     def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Forward:
-        run = Forward(x0, self.recurrence, fixed, **settings)
+        run = Forward(x0, self.recurrence, fixed, memo=self.memo, **settings)
         launch = self._launch(extra)
         if launch is not None:
             run.launch(*launch)
-        for block in self.blocks:
+        for block in self._groups():
             run.step(block, extra)
         return run
+
+    def _groups(self) -> tuple[nn.Module, ...]:
+        """The blocks, or groups of them, that take a step each."""
+        if len(self._blocks) != len(self.blocks):
+            raise ValueError(
+                f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set net.gamma "
+                "after adding or removing blocks."
+            )
+        if not all(map(is_, self._blocks, self.blocks)):
+            self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
+        return self._steps_of
+
+    def _remembered(self, x: Tensor, extra: Extra, budgeted: bool = True) -> dict[str, Any]:
+        """What to keep of this pass, as arguments of it."""
+        if self.budget is None or not budgeted or not torch.is_grad_enabled():
+            self.plan = leanest(self.recurrence, x, self.memory)
+            return {"stored_from": self.plan.replayed, "look": None}
+        inputs = (x, *extra.tensors)
+        kind = (
+            self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
+            sum(p.requires_grad for p in self.parameters()),
+        )  # fmt: skip
+        known = (*self.parameters(), *self.buffers(), *inputs)
+        measured = self._planner.unknown(kind, len(self.recurrence.gammas))
+        self.plan = self._planner.plan(kind, self.recurrence, x, known, self.verify)
+        return {"stored_from": self.plan.replayed, "look": self._planner.weights[kind] if measured else None}
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
@@ -223,26 +274,10 @@ class MomentumNet(nn.Module):
             torch.set_autocast_cache_enabled(cached)
         return peaks(run.state.watch, fixed)
 
-    def _plain(self, x: Tensor, extra: Extra) -> Tensor:
-        """γ = 0: the residual network itself."""
-        for k, block in enumerate(self.blocks):
-            name, like = f"block {k}", Like(x)
-            if torch.is_grad_enabled() and self.memory != "store":
-                call, version = Call(block, extra, name, verified=self.verify != "off"), x._version
-                y = like.checked(Frame(call, Kept(x.detach()), k).run(x), name)
-                if x._version != version:
-                    raise ReplayError(
-                        f"{name} writes to its input, so at gamma = 0 its input cannot be kept. Use memory='store'."
-                    )
-            else:
-                y = like.checked(block(x, *extra.args, **extra.kwargs), name)
-            x = y if self.form == "block" else x + y
-        return x
-
     def _launch(self, extra: Extra) -> tuple[Any, Extra, bool] | None:
         """What makes v₀, its extra inputs, and whether it returns x₀ + v₀."""
         if self.velocity == "first":
-            return self.blocks[0], extra, self.form == "block"
+            return self._groups()[0], extra, self.recurrence.residual
         return None if self.velocity is None else (self.velocity, Extra((), {}), False)
 
     def extra_repr(self) -> str:

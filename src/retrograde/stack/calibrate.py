@@ -2,19 +2,25 @@
 
 After every pass the largest |x| and |v| seen are compared with the range (`follow`). On an accelerator they are fetched
 without waiting, so the range follows a step or two later; the headroom is there for that.
+
+A survey runs the blocks, and blocks may hold collectives (FSDP2's gathers, SyncBatchNorm), so with several processes there is one at the
+first pass only, where every rank has one. What a rank finds out later, from its own data, moves its range without running
+anything (`widened`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.fixedpoint import FixedPoint, calibrated, follow, integer_dtype
+from ..core.fixedpoint import FixedPoint, integer_dtype
+from .headroom import HEADROOM, calibrated, follow
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
 
@@ -30,6 +36,22 @@ def wide(x0: Tensor, recurrence: Recurrence) -> FixedPoint:
     finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
     guard = 2 + math.ceil(-math.log2(finest))
     return FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made of what is done to x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def several_processes() -> bool:
+    """Whether this process is one of several that train together."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def widened(fixed: FixedPoint, bits: int) -> FixedPoint:
+    """A range 2^bits times as wide, for x and v alike."""
+    return replace(fixed, bits=max(fixed.bits - bits, -64))
 
 
 class Range:
@@ -51,11 +73,11 @@ class Range:
             most_guard: guard digits at most.
             survey: finds the largest |x| and the largest |v| of a pass; called where there is none to go by.
         """
-        return self.current(x) or self.calibrate(x, *survey(), most_guard)
+        return self.current(x) or self.calibrate(x.dtype, *survey(), most_guard)
 
     def current(self, x: Tensor) -> FixedPoint | None:
         """The fixed point for this input, if there is anything to go by. Raises as `for_input` does."""
-        while self.pending and self.pending[0][1].query():
+        while self.pending and not _capturing(x) and self.pending[0][1].query():
             watch, _, state = self.pending.pop(0)
             self._note(watch, state)
             if state.raises:
@@ -64,11 +86,15 @@ class Range:
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         fixed = self.fixed.get(dtype)
-        return None if fixed is None or self._outgrown(x, fixed) else fixed
+        if fixed is not None and (over := self._outgrown(x, fixed)):
+            if not several_processes():
+                return None
+            fixed = self.fixed[dtype] = widened(fixed, over)
+        return fixed
 
-    def calibrate(self, x: Tensor, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
-        """The fixed point for inputs like this one, now that the largest values of a pass are known."""
-        dtype = integer_dtype(x.dtype)
+    def calibrate(self, dtype: torch.dtype, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
+        """The fixed point for inputs of this dtype, now that the largest values of a pass are known."""
+        dtype = integer_dtype(dtype)
         fixed = self.fixed[dtype] = calibrated(peak_x, peak_v, dtype, most_guard)
         return fixed
 
@@ -77,21 +103,29 @@ class Range:
         if state.watch.device.type == "cpu":
             self._note(state.watch, state)
             return
+        if _capturing(state.watch):  # the host must not look, and what it would see is of no later pass
+            return
         event = torch.get_device_module(state.watch.device).Event()
         self.pending.append((state.watch.to("cpu", non_blocking=True), event, state.outcome()))
         event.record()
 
-    def _outgrown(self, x: Tensor, fixed: FixedPoint) -> bool:
-        """Whether the input alone uses up the headroom, where that can be known without waiting for a device."""
+    def overflowed(self) -> None:
+        """A pass left its range: the next one gets another."""
+        known = self.fixed.items() if several_processes() else ()
+        self.fixed = {dtype: widened(fixed, 2 * HEADROOM) for dtype, fixed in known}
+
+    def _outgrown(self, x: Tensor, fixed: FixedPoint) -> int:
+        """By how many bits the range must grow where the input alone uses up the headroom, as far as that can be known without
+        waiting for a device; else 0."""
         if x.device.type != "cpu" or not x.numel():
-            return False
-        peak = float(x.detach().abs().amax())
-        return fixed.limit / 4 < peak * 2.0**fixed.bits < math.inf
+            return 0
+        part = float(x.detach().abs().amax()) * 2.0**fixed.bits / fixed.limit
+        return math.frexp(part)[1] + HEADROOM if 1 / 4 < part < math.inf else 0
 
     def _note(self, watch: Tensor, state: Momentum | Outcome) -> None:
         fixed = state.fixed
         if not (watch <= fixed.limit).all():
-            self.fixed.pop(fixed.dtype, None)  # calibrate anew at the next pass
+            self.overflowed()
         elif fixed.dtype in self.fixed:
             now = self.fixed[fixed.dtype]
             self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)

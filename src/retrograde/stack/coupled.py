@@ -147,5 +147,5 @@ class Coupled:
         if frame.shapes and self.tape.lowest is None:
             self.tape.lowest = k
         if self.mode == "checkpoint" and x._version != version:  # the block wrote to its input
-            frame.source = Kept(self.state.read(), private=True)
+            frame.source = Kept(self.state.read())
         return y

@@ -137,6 +137,11 @@ class Coupling:
         moved.sub_(self._step(y).to(moved.dtype))
         self.at = k
 
+    def recede(self, k: int, y: Tensor) -> Tensor:
+        """`retreat`, then `pull`."""
+        self.retreat(k, y)
+        return self.pull()
+
     def digest(self) -> tuple[int, ...]:
         """A checksum of each stream."""
         return tuple(map(checksum, self.streams))

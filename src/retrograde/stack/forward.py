@@ -12,6 +12,7 @@ All of them take the same integer steps, so the mode changes no bit of the resul
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +20,38 @@ from torch import Tensor
 
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
+from ..core.parts import Memo
 from ..core.tape import Frame, Kept, Tape
-from .graph import Enter, Launch, Leave, Step
+from .graph import Enter, Launch, Leave, Step, applied
 from .momentum import Momentum, Recurrence
 
 Block = Callable[..., Any]
+Look = Callable[[int, Call, list[Tensor]], None]
 
 
 class Forward:
-    """A pass in progress. `x` is the next block's input."""
+    """A pass in progress. `x` is the next block's input.
+
+    Args:
+        stored_from: blocks from this one on keep their tensors, as in mode "store".
+        memo: what is known of the blocks from earlier passes (see `core.parts`).
+        look: shown k, the call and the tensors that block k would keep if it were stored, for every block that is not.
+    """
 
     def __init__(
         self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint, *,
         mode: str, verify: str = "off", overflow: str = "raise", reversible: bool = False,
+        stored_from: int | None = None, memo: Memo | None = None, look: Look | None = None,
     ) -> None:  # fmt: skip
-        self.mode, self.verify, self.k = mode, verify, 0
+        self.mode, self.verify, self.memo, self.look, self.k = mode, verify, memo, look, 0
         self.tracked = torch.is_grad_enabled()
+        self.stored_from = len(recurrence.gammas) if stored_from is None else stored_from
+        if mode == "store" or not self.tracked:
+            self.stored_from = -1
+        self.verified = verify == "blocks" or (verify == "end" and mode == "checkpoint")
         reversible |= self.tracked and mode == "reverse"
         self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
-        self.tape = Tape(self.state, verify)
+        self.tape, self.like, self.take = Tape(self.state, verify), Like(x0), applied(Step)
         if self.tracked:
             self.xt, self.x = Enter.apply(x0, self.state)
             self.vt = self.state.token()
@@ -54,14 +68,19 @@ class Forward:
             self.state.launch(y, residual)
             self.x = self.state.read()
 
-    def step(self, block: Block, extra: Extra) -> Tensor:
+    def step(self, block: Block, extra: Extra, name: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x."""
-        y = self._output(block, extra, self.k, f"block {self.k}")
+        k = self.k
+        if k == self.stored_from and self.mode == "reverse":
+            self.state = self.state.fork()  # the tape stays here
+        y = self._output(block, extra, k, name or f"block {k}")
         if self.tracked:
-            self.xt, self.vt, self.x = Step.apply(self.xt, self.vt, y, self.state, self.k)
+            self.xt, self.vt, self.x = self.take(self.xt, self.vt, y, self.state, k)
         else:
-            self.x = self.state.advance(self.k, y)
-        self.k = self.tape.at = self.k + 1
+            self.x = self.state.advance(k, y)
+        self.k = k + 1
+        if self.state is self.tape.state:
+            self.tape.at = self.k
         return self.x
 
     def finish(self) -> Tensor:
@@ -76,21 +95,22 @@ class Forward:
         """The result; where overflow could not be raised on the spot, NaN if there was any."""
         if self.state.eager:
             return result
-        good = (self.state.watch <= self.state.watch.new_tensor(self.state.limits)).all()
-        return result * torch.where(good, 1.0, float("nan")).to(result.dtype)
+        v, x = (
+            (peaks <= limit).all() for peaks, limit in zip(self.state.watch.unbind(1), self.state.limits, strict=True)
+        )
+        return result * torch.where(v & x, 1.0, float("nan")).to(result.dtype)
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
-        x, version, like = self.x, self.x._version if self.tracked else 0, Like(self.x)
-        if not self.tracked or self.mode == "store":
-            return like.checked(block(x, *extra.args, **extra.kwargs), name)
-        verified = self.verify == "blocks" or (self.verify == "end" and self.mode == "checkpoint")
-        call = self.tape.calls[k] = Call(block, extra, name, verified=verified)
+        x = self.x
+        if k >= self.stored_from:
+            return self.like.checked(block(x, *extra.args, **extra.kwargs), name)
+        call = self.tape.calls[k] = Call(block, extra, name, verified=self.verified, memo=self.memo)
         frame = Frame(call, self.tape if self.mode == "reverse" else Kept(x.detach()), k)
-        y = like.checked(frame.run(x), name)
-        if frame.shapes and self.tape.lowest is None:
+        y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, call)), name)
+        if self.tape.lowest is None and frame.shapes:
             self.tape.lowest = k
-        if self.mode == "checkpoint" and x._version != version:  # the block wrote to its input
-            frame.source = Kept(self.state.read(), private=True)
+        if self.mode == "checkpoint" and call.writes:  # to its input
+            frame.source = Kept(self.state.read())
         return y
 
 
@@ -102,6 +122,8 @@ class Like:
 
     def checked(self, y: Any, name: str) -> Tensor:
         """y, if it is a tensor of this shape, dtype and device (under autocast its dtype may differ)."""
+        if isinstance(y, Tensor) and y.shape == self.shape and y.dtype == self.dtype and y.device == self.device:
+            return y
         if not isinstance(y, Tensor):
             raise TypeError(f"{name} returned {type(y).__name__}; it must return one tensor like its input.")
         free = y.is_floating_point() and torch.is_autocast_enabled(self.device.type)

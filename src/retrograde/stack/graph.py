@@ -1,19 +1,23 @@
 """Autograd nodes: tokens carry gradients, integers carry values.
 
-Each node moves the integer state and hands out zero-storage tokens in its place, so that autograd sees the
-recurrence without holding any of it. A node's float output is the next block's input.
+Each node moves the integer state and hands out zero-storage tokens in its place, so that autograd sees the recurrence
+without holding any of it. A node's float output is the next block's input.
 
-    Enter   (x₀)          → token x, float x₀
-    Launch  (token x, y)  → token x, token v, float x₀    v₀ = y (or y − x₀)
-    Step    (tokens, y)   → tokens, float x_{k+1}
-    Leave   (token v)     → float v
+    Enter   (x₀)             → token x, float x₀
+    Launch  (token x, y)     → token x, token v, float x₀      v₀ = y (or y − x₀)
+    Step    (tokens, y)      → token x, token v, float x_{k+1}
+    Leave   (token v)        → float v
 
 The step is linear, so its gradient needs no values: with s = gx + gv,
 
-    gf = gain·s      gv ← γ·s      gx ← gx            (and gx ← gx − gf where f = y − x)
+    gy = gain·s      gv ← γ·s      gx ← gx            (and gx ← gx − gy where f = y − x)
 
-Gradients arrive in arrays that these nodes made themselves one step earlier, so they are updated in place, except
-where a graph of the backward pass itself is asked for (`create_graph`).
+gv is a multiple of gy, which the block is given anyway: so what comes for token v *is* gy of the step that took it, and its
+gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv is 0, and then gx is a multiple of gy too: it
+is left out, and the step before makes it. What a block's backward pass holds besides its own is one array, none in the last block.
+
+Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
+except where a graph of the backward pass itself is asked for (`create_graph`).
 """
 
 from __future__ import annotations
@@ -25,22 +29,48 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
-from ..core.ops import ops
+from ..core.errors import ReplayError
+from ..core.ops import values
 from .momentum import Momentum
 
-
-def _sum(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """a + b, into a's memory where no graph is being made of it; b is never written to."""
-    if b is None:
-        return a
-    if a is None:
-        return b.to(dtype, copy=True)
-    return a + b if _traced(a, b) else a.add_(b)
+Factors = tuple[float, float, float, bool]
+"""c, e, gain and whether residual: gv = c·h and, where gx is left out, gx = e·h; gy = gain·s."""
 
 
-def _traced(*gradients: Tensor) -> bool:
+def carry(p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, out: Tensor | None, gy: Tensor) -> None:
+    """The gradient of a step: gx = p + d, s = gx + c·h, gy ← gain·s, out ← gx (gx − gy where residual).
+
+    Args:
+        p: gx from the step after; None: e·h.
+        h: gy of the step after; None: 0.
+        d: the gradient of the step's float output.
+        out: where gx goes, may be p; None: nowhere.
+        gy: in the dtype that gradients are carried in.
+    """
+    c, e, gain, residual = factors
+    gx = d.to(gy.dtype) if p is None and h is None else (h * e if p is None else p) + d  # type: ignore[operator]
+    torch.mul(gx if h is None else gx + h * c, gain, out=gy)
+    if out is not None:
+        out.copy_(gx - gy if residual else gx)
+
+
+def applied(node: type[Function]) -> Any:
+    """`node.apply`; where no function transform is active, without the look-up of one at every call."""
+    return node.apply if torch._C._are_functorch_transforms_active() else super(Function, node).apply  # type: ignore[misc]
+
+
+def _traced(*gradients: Tensor | None) -> bool:
     """Whether the backward pass is itself differentiated or vectorised, so that nothing may be done in place."""
-    return torch.is_grad_enabled() or any(is_batchedtensor(g) or is_legacy_batchedtensor(g) for g in gradients)
+    return torch.is_grad_enabled() or any(
+        g is not None and (is_batchedtensor(g) or is_legacy_batchedtensor(g)) for g in gradients
+    )
+
+
+def _sum(p: Tensor | None, d: Tensor | None, work: torch.dtype) -> Tensor | None:
+    """p + d, into p's memory where no graph is being made of it; d is never written to."""
+    if p is None or d is None:
+        return p if d is None else d.to(work, copy=True)
+    return p + d if _traced(p, d) else p.add_(d)
 
 
 class Enter(Function):
@@ -51,9 +81,9 @@ class Enter(Function):
         return state.token(), state.read()
 
     @staticmethod
-    def backward(ctx: Any, gx: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, None]:
-        total = _sum(gx, d, ctx.work)
-        return (None if total is None else total.to(ctx.dtype)), None
+    def backward(ctx: Any, p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, None]:
+        gx = _sum(p, d, ctx.work)
+        return (None if gx is None else gx.to(ctx.dtype)), None
 
 
 class Launch(Function):
@@ -61,43 +91,70 @@ class Launch(Function):
     def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, residual: bool) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.residual, ctx.work = y.dtype, residual, state.fixed.work
+        ctx.unit = state.recurrence.carried[0][0]
         state.launch(y, residual)
         return state.token(), state.token(), state.read()
 
     @staticmethod
-    def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        gx = _sum(gx, d, ctx.work)
-        if gv is None:
+    def backward(ctx: Any, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
+        gx = _sum(p, d, ctx.work)
+        if h is None:
             return gx, None, None, None
-        gx = _sum(gx, -gv, ctx.work) if ctx.residual else gx
-        return gx, gv.to(ctx.dtype), None, None
+        gv = h * ctx.unit
+        return _sum(gx, -gv, ctx.work) if ctx.residual else gx, gv.to(ctx.dtype), None, None
 
 
 class Step(Function):
     @staticmethod
     def forward(ctx: Any, xt: Tensor, vt: Tensor, y: Tensor, state: Momentum, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        _, _, ctx.gamma, ctx.gain = state.recurrence.factors[k]
-        ctx.residual, ctx.thread = state.recurrence.residual, state.thread
-        ctx.dtype, ctx.work = y.dtype, state.fixed.work
-        out = state.advance(k, y)
-        return state.token(), state.token(), out
+        recurrence = state.recurrence
+        ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], recurrence.residual)
+        ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.fixed.work), state.ops, state.thread, k == 0
+        return state.token(), state.token(), state.advance(k, y)
 
     @staticmethod
-    def backward(ctx: Any, gx: Tensor | None, gv: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gx is not None and gv is not None and d is not None and not _traced(gx, gv, d):
-            gy = torch.empty_like(gx, dtype=ctx.dtype)
-            ops.carry_(gx, gv, d, ctx.gamma, ctx.gain, ctx.residual, gy)
-            return gx, gv, gy, None, None
-        gx = _sum(gx, d, ctx.work)
-        s = _sum(gv, gx, ctx.work)
-        if s is None:
+    def backward(ctx: Any, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
+        if p is None and h is None and d is None:
             return None, None, None, None, None
-        gy = s * ctx.gain
-        gv = s * ctx.gamma if _traced(s) else s.mul_(ctx.gamma)
-        if ctx.residual:
-            gx = _sum(gx, -gy, ctx.work)
-        return gx, gv, gy.to(ctx.dtype), None, None
+        if h is not None and h.__dict__.get("_version_carried", h._version) != h._version:
+            raise ReplayError(
+                "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). "
+                "Return a changed copy instead."
+            )
+        dtype, work = ctx.dtypes
+        factors: Factors = ctx.factors
+        if d is None:
+            given = h if h is not None else p
+            assert given is not None
+            d = given.new_zeros(()).expand(given.shape)
+        wanted = p is not None or h is not None or ctx.first  # else it can be made from gy
+        if _traced(p, h, d):
+            out, gy = _carried(p, h, d, factors, work)
+            return out if wanted else None, gy if ctx.needs_input_grad[1] else None, gy.to(dtype), None, None
+        d = values(d)
+        gy = torch.empty_like(d, dtype=work)
+        d = values(d)
+        cast = gy if dtype == work else torch.empty_like(gy, dtype=dtype)
+        faster = getattr(ctx.ops, "carry", None)
+        if faster is None or not faster(p, h, d, factors, out, gy, cast):
+            carry(p, h, d, factors, out, gy)
+            if cast is not gy:
+                cast.copy_(gy)
+        if not ctx.needs_input_grad[1]:
+            return out, None, cast, None, None
+        gy.__dict__["_version_carried"] = gy._version
+        return out, gy, cast, None, None
+
+
+def _carried(
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, work: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`carry`, out of place: gx and gy."""
+    c, e, gain, residual = factors
+    gx = d.to(work) if p is None and h is None else (h * e if p is None else p) + d  # type: ignore[operator]
+    gy = (gx if h is None else gx + h * c) * gain
+    return gx - gy if residual else gx, gy
 
 
 class Leave(Function):
@@ -108,4 +165,4 @@ class Leave(Function):
 
     @staticmethod
     def backward(ctx: Any, gv: Tensor) -> tuple[Tensor, None]:
-        return gv.to(ctx.work, copy=True), None
+        return gv.to(ctx.work), None

@@ -9,6 +9,7 @@ multiplication, so the inverse recovers every state bit for bit, provided f repe
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import RangeOverflow
-from ..core.fixedpoint import MOST_GUARD, FixedPoint
-from ..core.ops import ops, rounded
-from ..core.rational import buffers, gain
-from ..core.thread import SameThread
+from ..core.fixedpoint import FixedPoint
+from ..core.ops import bodies, rounded, values
+from ..core.rational import gain
+from .buffers import buffers
+from .headroom import MOST_GUARD
+from .thread import SameThread
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,14 @@ class Recurrence:
     def factors(self) -> list[tuple[int, int, float, float]]:
         """n, d, γ and the factor on f, layer by layer."""
         return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
+
+    @cached_property
+    def carried(self) -> list[tuple[float, float]]:
+        """What gv is, and gx where gv was 0, in units of the gradient of each block's output; last: of v's own gradient (`graph`)."""
+        units = [
+            (gamma / factor, ((1 - factor) if self.residual else 1.0) / factor) for *_, gamma, factor in self.factors
+        ]
+        return [*units, (1.0, 0.0)]
 
     @cached_property
     def most_guard(self) -> int:
@@ -82,22 +93,25 @@ class Momentum:
         self.raises = overflow == "raise"
         self.eager = self.raises and x0.device.type == "cpu"
         self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
+        self.rows = self.watch.unbind()
         self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
-        self.blank = torch.zeros((), dtype=fixed.work, device=x0.device)
+        self.blank = torch.zeros((), dtype=fixed.work, device=x0.device).expand(x0.shape)
+        self.scale, self.guard = 2.0 ** (fixed.bits + fixed.guard), fixed.guard
         self.x = self._encoded(x0)
         self.v = torch.zeros_like(self.x)
+        self.ops = bodies(self.x)
 
     def token(self) -> Tensor:
-        """A stand-in of the state's shape that carries gradients and holds no values."""
-        return self.blank.expand(self.shape)
+        """A stand-in of the shape of x, or v, that carries gradients and holds no values."""
+        return self.blank.detach()
 
     def read(self) -> Tensor:
         """x as a float."""
-        return self._like(self.dtype).copy_(self.fixed.decode(self.x, self.dtype))
+        return self._float().copy_(self.fixed.decode(self.x, self.dtype))
 
     def read_velocity(self) -> Tensor:
         """v as a float."""
-        return self._like(self.dtype).copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
+        return self._float().copy_(self.fixed.decode(self.v, self.dtype, self.guard))
 
     def launch(self, y: Tensor, residual: bool) -> None:
         """Set the initial velocity to y, or to y − x₀."""
@@ -110,24 +124,33 @@ class Momentum:
             dtype = self.begins[k]
             self.buffers = self.buffers if self.reversible else []
             self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
-        out = self._like(self.dtype)
-        ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.fixed.guard, out, self.watch[k + 1])
+        out = self._float()
+        self.ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.guard, out, self.rows[k + 1])
         self._check(k + 1)
         return out
 
     def pull(self) -> Tensor:
         """First half of a step back: x; the block's input again."""
-        out = self._like(self.dtype)
-        ops.pull_(self.x, self.v, self.unit, self.fixed.guard, out)
+        out = self._float()
+        self.ops.pull_(self.x, self.v, self.unit, self.guard, out)
         return out
 
     def push(self) -> None:
         """Undo `pull`."""
-        self.x.add_(rounded(self.v, self.fixed.guard))
+        self.x.add_(rounded(self.v, self.guard))
 
     def retreat(self, k: int, y: Tensor) -> None:
         """Second half of a step back: v, from the output of block k on the x that `pull` gave."""
-        ops.retreat_(self.x, self.v, self.buffers[-1], *self._step(k, y))
+        self._retreat(k, y, None)
+
+    def recede(self, k: int, y: Tensor) -> Tensor:
+        """`retreat`, then `pull`, in one."""
+        out = self._float()
+        self._retreat(k, y, out)
+        return out
+
+    def _retreat(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        self.ops.retreat_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.guard, out)
         if k in self.begins:
             self.leftover = self.buffers.pop()
 
@@ -135,6 +158,13 @@ class Momentum:
         """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
         moved = self.v if v0 is None else self.v - v0
         return not moved.any() and (self.leftover is None or not self.leftover.any())
+
+    def fork(self) -> Momentum:
+        """A copy that goes on alone, forwards only."""
+        other = copy.copy(self)
+        other.x, other.v, other.reversible = self.x.clone(), self.v.clone(), False
+        other.buffers = [None if b is None else b.clone() for b in self.buffers[-1:]]
+        return other
 
     def outcome(self) -> Outcome:
         return Outcome(self.recurrence, self.fixed, self.limits, self.raises)
@@ -144,25 +174,26 @@ class Momentum:
         self.buffers, self.leftover = [], None
         del self.x, self.v
 
-    def _like(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(self.x, dtype=dtype)
+    def _float(self) -> Tensor:
+        return torch.empty_like(self.x, dtype=self.dtype)
 
     def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
         """x, or v with its guard digits, as integers, dense in memory."""
         guard = self.fixed.guard if velocity else 0
         if x.numel():
-            self.watch[0, int(not velocity)] = x.detach().abs().amax().float() * 2.0 ** (self.fixed.bits + guard)
+            self.rows[0][int(not velocity)] = x.detach().abs().amax().float() * 2.0 ** (self.fixed.bits + guard)
         self._check(0)
         return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach(), guard))
 
     def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
         n, d, _, factor = self.recurrence.factors[k]
-        scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
-        return y.detach(), self.dtype, n, d, scale, self.unit, self.recurrence.residual
+        return values(y.detach()), self.dtype, n, d, factor * self.scale, self.unit, self.recurrence.residual
 
     def _check(self, row: int) -> None:
         if self.eager:
-            check_range(self.watch[row : row + 1].tolist(), self.fixed, self.limits, row)
+            v, x = self.rows[row].tolist()
+            if not (v <= self.limits[0] and x <= self.limits[1]):
+                check_range([(v, x)], self.fixed, self.limits, row)
 
 
 def check_range(

@@ -47,7 +47,7 @@ ALWAYS = {
     "vision_transformer": "Block ResPostBlock ParallelScalingBlock DiffParallelScalingBlock ParallelThingsBlock",
     "vision_transformer_relpos": "RelPosBlock ResPostRelPosBlock",
     "vision_transformer_sam": "Block",
-    "xcit": "XCABlock ClassAttentionBlock",
+    "xcit": "XCABlock",
 }
 SHORTCUT = {
     "byobnet": ("BasicBlock BottleneckBlock DarkBlock EdgeBlock SelfAttnBlock", "shortcut"),

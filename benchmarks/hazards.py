@@ -1,0 +1,178 @@
+"""The hazard matrix: what could make a gradient wrong, against every contender; and what `verify` costs.
+
+Each hazard (see tests/hazards) is run with stored activations and with each contender's way of saving memory, on the same
+seeds, and the gradients are compared. The page is written from what was found. momentumnet, revlib and memcnn take part
+where a folder that holds them is given:
+
+    pip install --no-deps --target peers momentumnet==0.10 revlib==1.7.2 memcnn==1.5.2
+    python benchmarks/hazards.py --peers peers --write
+    python benchmarks/hazards.py --verify            # what verify="end" and "blocks" cost, interleaved
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+import retrograde as rg
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "hazards.md"
+sys.path.insert(0, str(ROOT / "tests" / "hazards"))
+
+from hazard_contenders import PEERS, Retrograde, contenders  # noqa: E402
+from hazard_list import ALL, THEMES  # noqa: E402
+from hazard_registry import Cell, judge, judge_ours  # noqa: E402
+
+COLUMNS = ["Retrograde", "torch checkpoint", *PEERS]
+INTRODUCTION = """\
+# Hazards
+
+What could make a gradient wrong without anybody noticing, and what happens. Every row is a small function in
+`tests/hazards`; `python benchmarks/hazards.py --peers FOLDER --write` runs them all and writes this page, and the tests run our
+column. {environment}
+
+A row is run twice on the same seeds: with stored activations, which is the truth, and with the contender's way of saving
+memory. Compared are output, gradients, buffers (running statistics) and the random number that comes next.
+
+- **right**: the same bits. **right to 3e-06**: equal up to the rounding of an inversion in floats (relative error of the worst tensor).
+- **wrong** (0.4): another result and no error, with the relative error of the worst gradient, or of what else is named.
+- **raises**: an error, and how it begins. Where plain autograd itself refuses (backward twice, say) that is the right answer.
+- **caught by verify**: silently wrong by default; `verify="end"` raises, and puts `.grad` back.
+
+Ours must also agree with the same recurrence in plain floats; "5e-03 from floats" says how well, where that is not to rounding.
+
+| contender | its network, and the truth it is compared with |
+|---|---|
+| Retrograde | `MomentumNet(memory="reverse")`, default `verify="off"`; `memory="store"` |
+| torch checkpoint | x ← x + checkpoint(f, x, use_reentrant=False); x ← x + f(x) |
+| momentumnet 0.10 | the reference, `use_backprop=False`; `use_backprop=True`, and the recurrence in plain torch |
+| revlib 1.7.2 | `ReversibleSequential`, on x beside itself; the same coupling in plain torch |
+| memcnn 1.5.2 | `InvertibleModuleWrapper(AdditiveCoupling, preserve_rng_state=True)`; `disable=True` |
+"""
+VERIFY_NOTE = """\
+What `verify="end"` catches and the default does not is always of one kind: a block that reads something other than its input, its
+parameters, its buffers, torch's generators and its mode, and that something has changed when the block is run again. No
+replay can see that from outside, so `torch.utils.checkpoint` and the others are wrong there as well, or right by luck where the
+quantity enters no saved tensor. `verify` sees it in the state that does not come back to its start.
+"""
+
+
+def environment() -> str:
+    return f"Made with PyTorch {torch.__version__}, Python {platform.python_version()}, on a CPU."
+
+
+def run(peers: str | None) -> dict[str, dict[str, Cell]]:
+    """Every cell, by hazard and column."""
+    others = contenders(peers)[1:]
+    cells: dict[str, dict[str, Cell]] = {}
+    for h in track(ALL, description="hazards"):
+        row = cells[h.name] = {"Retrograde": judge_ours(h, Retrograde)}
+        row |= {c.name: judge(h, c) for c in others}
+        if row["Retrograde"].caught:
+            row["verified"] = judge(h, Retrograde("end"))
+        else:
+            row["verified"] = row["Retrograde"]
+    return cells
+
+
+def summary(cells: dict[str, dict[str, Cell]]) -> list[list[str]]:
+    """Rows of counts: contender, right, wrong, raises, cannot."""
+    rows = []
+    for title, column in [
+        ("Retrograde", "Retrograde"),
+        ('Retrograde, verify="end"', "verified"),
+        *((c, c) for c in COLUMNS[1:]),
+    ]:
+        kinds = Counter(row[column].kind for row in cells.values() if column in row)
+        counts = [kinds["right"] + kinds["near"], kinds["wrong"], kinds["raises"], kinds["cannot"]]
+        rows.append([title, *(map(str, counts) if kinds else ["not run"] * 4)])
+    return rows
+
+
+def page(cells: dict[str, dict[str, Cell]]) -> str:
+    """docs/hazards.md."""
+    lines = [INTRODUCTION.format(environment=environment()), f"## {len(ALL)} hazards, counted", ""]
+    lines += ["| | right | silently wrong | raises | cannot express |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in summary(cells)]
+    lines += ["", VERIFY_NOTE]
+    for theme in THEMES:
+        lines += [
+            f"## {theme.capitalize()}",
+            "",
+            f"| hazard | {' | '.join(COLUMNS)} |",
+            "|---" * (len(COLUMNS) + 1) + "|",
+        ]
+        for h in ALL:
+            if h.theme == theme:
+                row = [str(cells[h.name].get(column, "not run")).replace("|", "\\|") for column in COLUMNS]
+                lines.append(f"| {h.text} | {' | '.join(row)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.nn.functional.gelu(self.inner(self.norm(x))))
+
+
+def verify_costs(width: int = 128, depth: int = 24, rows: int = 256, rounds: int = 40) -> Table:
+    """A training step with each verify=, in turns, by processor time: other work on the machine does not count."""
+    torch.manual_seed(0)
+    blocks, x = [Block(width) for _ in range(depth)], torch.randn(rows, width)
+    nets = {v: rg.MomentumNet(blocks, memory="reverse", fraction_bits=20, verify=v) for v in ("off", "end", "blocks")}
+    times: dict[str, list[float]] = {v: [] for v in nets}
+    for k in range(rounds + 2):
+        for v, net in list(nets.items())[:: 1 if k % 2 else -1]:
+            start = time.process_time()
+            net(x).square().mean().backward()
+            net.zero_grad()
+            times[v].append(time.process_time() - start)
+    medians = {v: statistics.median(t[2:]) for v, t in times.items()}
+    table = Table("verify", "step", "over verify='off'", title=f"MLP blocks, width {width}, depth {depth}, {rows} rows")
+    for v, seconds in medians.items():
+        table.add_row(v, f"{seconds * 1e3:.1f} ms", f"{seconds / medians['off'] - 1:+.1%}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="folder that holds momentumnet, revlib and memcnn")
+    parser.add_argument("--write", action="store_true", help="write docs/hazards.md")
+    parser.add_argument("--verify", action="store_true", help="only measure what verify= costs")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    if options.verify:
+        console.print(verify_costs())
+        return
+    cells = run(options.peers)
+    if options.write:
+        PAGE.write_text(page(cells))
+    table = Table("", "right", "silently wrong", "raises", "cannot express", title=f"{len(ALL)} hazards")
+    for row in summary(cells):
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

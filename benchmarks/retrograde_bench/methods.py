@@ -1,0 +1,265 @@
+"""How a stage of blocks is run, and what is remembered: the rows of the table.
+
+Whatever the method, blocks outside of the stacks (a ResNet stage's first, which changes the shape) are checkpointed, save
+where nothing else is ("plain", "ours-store") or where a package has its own way with them ("momentumnet").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import retrograde as rg
+
+from .cases import Case, selected
+from .compiling import Compiled, compiled, run
+from .networks import Network, Stage, assembled
+
+BASELINE = "checkpoint"
+ACTIVATION_BUDGET = 0.5
+SWEEP = (10, 20, 35, 50, 75, 100)  # budgets, in % of plain's peak
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method is built from.
+
+    Attributes:
+        plain_peak: bytes of the plain network's step, once measured.
+        functions: what has been compiled, by the name of its use: a network built again does not compile again.
+    """
+
+    case: Case
+    network: Network
+    gamma: float
+    backend: str
+    plain_peak: int | None = None
+    functions: dict[str, Callable[[nn.Module, Tensor], Tensor]] = field(default_factory=dict)
+
+    def compiled(self, use: str) -> Callable[[nn.Module, Tensor], Tensor]:
+        """`run`, compiled for this use."""
+        if use not in self.functions:
+            self.functions[use] = compiled(self.backend)
+        return self.functions[use]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table.
+
+    Attributes:
+        name: for `--methods`; `about`: one line for people.
+        build: makes the network that runs this way.
+        twin: makes the network in a given memory mode whose gradients must be the same bits (ours only).
+        twins: names that network: methods of one name share it.
+        applies: whether the method is for this case.
+        around: a context for every step.
+        inside: backward runs under autocast and on the calling thread: the packages that invert inside an
+            `autograd.Function` would otherwise invert in another precision than they ran in.
+        budget: of the plain network's peak, for those that are given one.
+        compiles: casts of weights are part of the compiled code, and autocast has none to keep.
+        graphed: the whole step is captured in a CUDA graph and replayed. Only measured where asked for by name.
+    """
+
+    name: str
+    about: str
+    build: Callable[[Setup], nn.Module]
+    twin: Callable[[Setup, str], nn.Module] | None = None
+    twins: str = ""
+    applies: Callable[[Case], bool] = lambda case: True
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    inside: bool = False
+    budget: float | None = None
+    compiles: bool = False
+    graphed: bool = False
+
+
+class Missing(Exception):
+    """The method needs what is not here."""
+
+
+class Chain(nn.Module):
+    """Runs `call(block, x)` for each block."""
+
+    def __init__(self, blocks: Sequence[nn.Module], call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.call = nn.ModuleList(blocks), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+again = partial(checkpoint, use_reentrant=False)
+
+
+again_without_rng = partial(again, preserve_rng_state=False)  # reading the generator's state cannot be captured
+
+
+def head_again(head: nn.Module) -> nn.Module:
+    """The head, checkpointed."""
+    return Chain([head], again)
+
+
+def _chained(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[Setup], nn.Module]:
+    def build(setup: Setup) -> nn.Module:
+        return assembled(setup.network, lambda stage: Chain(list(stage.blocks), call), lambda head: Chain([head], call))
+
+    return build
+
+
+def _segments(setup: Setup) -> nn.Module:
+    """⌈√k⌉ blocks to a segment."""
+
+    def stack(stage: Stage) -> nn.Module:
+        blocks = list(stage.blocks)
+        length = math.isqrt(len(blocks) - 1) + 1
+        return Chain([nn.Sequential(*blocks[i : i + length]) for i in range(0, len(blocks), length)], again)
+
+    return assembled(setup.network, stack, head_again)
+
+
+_SAVED = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)
+}  # fmt: skip
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(block: nn.Module, x: Tensor) -> Tensor:
+    return again(block, x, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+
+
+def _compiled_blocks(setup: Setup) -> nn.Module:
+    return _chained(setup.compiled("budget"))(setup)
+
+
+def _compiled_checkpoint(setup: Setup) -> nn.Module:
+    call = setup.compiled("checkpoint")
+    return assembled(
+        setup.network, lambda stage: Chain([Compiled(b, call) for b in stage.blocks], again), head_again
+    )  # fmt: skip
+
+
+def _compiled_whole(setup: Setup) -> nn.Module:
+    return Compiled(_chained(run)(setup), setup.compiled("whole"))
+
+
+def _recompute() -> AbstractContextManager[Any]:
+    """Under an activation budget, which the compiler reads when a function first runs."""
+    return torch._functorch.config.patch(activation_memory_budget=ACTIVATION_BUDGET)
+
+
+def _momentum(
+    setup: Setup, memory: str, form: str, compile_blocks: bool, budget: float | None, **options: Any
+) -> nn.Module:
+    """Ours. A budget is split over the stages in proportion to their activations."""
+    call = setup.compiled("ours") if compile_blocks else None
+    if budget is not None and setup.plain_peak is None:
+        raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
+
+    def stack(stage: Stage) -> nn.Module:
+        blocks = list(stage.blocks) if form == "block" else stage.branches()
+        if call is not None:
+            blocks = [Compiled(block, call) for block in blocks]
+        if budget is not None and memory == "auto":
+            share = stage.size * len(stage.blocks) / setup.network.activations
+            options["budget"] = int(budget * (setup.plain_peak or 0) * share)
+        return rg.MomentumNet(blocks, setup.gamma, form=form, memory=memory, **options)
+
+    return assembled(setup.network, stack, (lambda head: head) if memory == "store" else head_again)
+
+
+def _ours(
+    name: str, about: str, memory: str, *, form: str = "block", compile_blocks: bool = False, budget: float | None = None,
+    applies: Callable[[Case], bool] = lambda case: True, **options: Any,
+) -> Method:  # fmt: skip
+    def twin(setup: Setup, mode: str) -> nn.Module:
+        return _momentum(setup, mode, form, compile_blocks, budget, **options)
+
+    key = f"{form}, compiled={compile_blocks}, {options}"
+    return Method(
+        f"ours-{name}",
+        about,
+        lambda setup: twin(setup, memory),
+        twin,
+        key,
+        applies,
+        budget=budget,
+        compiles=compile_blocks,
+    )
+
+
+def _tokens(case: Case) -> bool:
+    return not case.images
+
+
+def _sweep(case: Case) -> bool:
+    return "budgets" in case.options
+
+
+def methods() -> list[Method]:
+    """Every method, in the order of the table."""
+    from .peers import PEERS
+
+    whole = f"`activation_memory_budget={ACTIVATION_BUDGET}`"
+    return [
+        Method("plain", "plain autograd: everything is kept", _chained(run)),
+        Method(BASELINE, "`torch.utils.checkpoint` of every block", _chained(again)),
+        Method("checkpoint-sqrt", "`torch.utils.checkpoint` of segments of ⌈√k⌉ blocks", _segments),
+        Method("selective", "selective checkpointing: products, convolutions, attention are kept", _chained(_selective)),
+        Method(
+            "checkpoint-compiled", "`torch.utils.checkpoint` of every compiled block", _compiled_checkpoint, compiles=True
+        ),
+        Method(
+            "compile-budget", f"`torch.compile` of every block, {whole}", _compiled_blocks, around=_recompute, compiles=True
+        ),
+        Method(
+            "compile-whole-budget", f"`torch.compile` of the whole network, {whole}", _compiled_whole,
+            applies=lambda case: "whole" in case.options, around=_recompute, compiles=True,
+        ),
+        *PEERS,
+        _ours("reverse", "ours, reverse", "reverse"),
+        _ours("checkpoint", "ours, checkpoint", "checkpoint"),
+        _ours("store", "ours, store", "store"),
+        _ours("auto", "ours, auto", "auto"),
+        *(
+            _ours(f"budget-{share}", f"ours, auto, given {share} % of plain's memory", "auto", budget=share / 100, applies=_sweep)
+            for share in SWEEP
+        ),
+        _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
+        _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),
+        _ours("every2-reverse", "ours, reverse, one momentum step for two blocks (every=2)", "reverse", every=2),
+        _ours("every2-auto", "ours, auto, every=2", "auto", every=2),
+        _ours("compiled-reverse", "ours, reverse, every block compiled", "reverse", compile_blocks=True),
+        Method("graph-plain", "plain, the step as one CUDA graph", _chained(run), graphed=True),
+        Method("graph-checkpoint", "checkpoint, the step as one CUDA graph", _chained(again_without_rng), graphed=True),
+        replace(_ours("reverse", "ours, reverse, the step as one CUDA graph", "reverse"), name="graph-ours-reverse", graphed=True),
+        replace(_ours("auto", "ours, auto, the step as one CUDA graph", "auto"), name="graph-ours-auto", graphed=True),
+    ]  # fmt: skip
+
+
+def choose(case: Case, patterns: Sequence[str], without: Sequence[str] = ()) -> list[Method]:
+    """The methods for this case whose names match, less those that match `without`; "*" leaves CUDA graphs out."""
+    dropped = {method.name for method in selected(methods(), without, "method")}
+    if list(patterns) == ["*"]:
+        dropped |= {method.name for method in methods() if method.graphed}
+    return [m for m in selected(methods(), patterns, "method") if m.applies(case) and m.name not in dropped]

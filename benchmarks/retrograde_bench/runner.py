@@ -1,0 +1,172 @@
+"""All methods of a case, taken in turns.
+
+First each method by itself: built from the shared weights, gradients checked, peak memory measured (a method that runs out of
+memory, raises, or whose package is missing becomes a row that says so). Then the times of those that ran: rounds in which
+every method takes one step, every other round in the opposite order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from retrograde.measure import Times, human, interleave
+
+from .cases import Case
+from .methods import Method, Missing, Setup, choose
+from .record import Row
+from .step import Agreement, Step, captured, free, largest_batch, peak, training_step, zero_gradients
+
+Say = Callable[[str], None]
+_VERSIONS = 64  # of one compiled function: a ResNet's blocks differ by stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run. `until`: the time.monotonic() after which nothing new is begun. `limit`: bytes, to look for the largest batch."""
+
+    methods: tuple[str, ...] = ("*",)
+    without: tuple[str, ...] = ()
+    repeats: int = 7
+    warmup: int = 1
+    gamma: float = 0.9
+    device: str = "cpu"
+    backend: str = "inductor"
+    limit: int | None = None
+    until: float = float("inf")
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+
+def run_case(case: Case, options: Options, say: Say) -> Iterator[Row]:
+    """The rows of one case: failures as they happen, the rest when the times are in."""
+    device = torch.device(options.device)
+    torch._dynamo.reset()  # what was compiled for the last case is of no use here
+    torch._dynamo.config.recompile_limit = _VERSIONS
+    torch.manual_seed(0)
+    network = case.network().to(device)
+    if case.images:
+        network.to(memory_format=case.layout)  # type: ignore[call-overload]
+    x = case.inputs(case.batch, device)
+    setup = Setup(case, network, options.gamma, options.backend)
+    zero_gradients(setup, x)
+    blank = Row(
+        case.name, case.title, "", "ok", cast=network.cast_bytes() if case.autocast else 0,
+        activations=network.activations * case.batch, device=device_name(device), torch=torch.__version__,
+        date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+    agreement, steps, rows = Agreement(x), {}, {}
+    for method in choose(case, options.methods, options.without):
+        row = replace(blank, method=method.name)
+        if options.late:
+            yield replace(row, status="not run", note="out of time")
+            continue
+        row, step = _alone(method, setup, x, row, agreement, options, say)
+        if method.name == "plain" and row.peak is not None:
+            setup = replace(setup, plain_peak=row.peak)
+        if step is None:
+            yield row
+        else:
+            rows[method.name], steps[method.name] = row, step
+    agreement.forget()
+    yield from _timed(rows, steps, options, device, say)
+    del setup, network, x, steps, agreement
+    free(device)
+
+
+def _alone(
+    method: Method, setup: Setup, x: Tensor, row: Row, agreement: Agreement, options: Options, say: Say
+) -> tuple[Row, Step | None]:
+    """Memory and gradients of one method, and its step for the rounds; None if it does not run."""
+    began, device = time.monotonic(), x.device
+    try:
+        if method.budget is not None and setup.plain_peak is not None:
+            row = replace(row, budget=int(method.budget * setup.plain_peak))
+        net = method.build(setup)
+        step = training_step(method, net, x, setup.case)
+        if method.twin is None:
+            step()  # whatever happens once: compilation, calibration
+        else:
+            row = replace(row, gradients=agreement.check(method, setup, net))
+        if method.graphed:
+            step, bytes_ = captured(step, device)
+            row = replace(row, peak=bytes_)
+            if row.gradients == "equal" and agreement.differing(step, setup):
+                row = replace(row, gradients="differs when replayed")
+        else:
+            row = replace(row, peak=peak(step, device))
+        row = replace(row, uncached=row.peak)
+        if setup.case.autocast is not None and not method.compiles and not method.graphed:
+            bare = training_step(method, net, x, setup.case, cached=False)
+            bare()  # a plan may be made anew for it
+            row = replace(row, uncached=peak(bare, device))
+    except Missing as error:
+        row = replace(row, status="not run", note=str(error))
+    except torch.OutOfMemoryError:
+        row = replace(row, status="out of memory")
+    except Exception as error:  # whatever a method raises is its result
+        row = replace(row, status="raised", note=f"{type(error).__name__}: {_first_line(error)}")
+    if row.status != "ok":
+        agreement.forget()
+        free(device)
+    elif options.limit is not None and not method.graphed:
+        row = _with_largest(row, method, setup, options.limit, device)
+    told = human(row.peak) if row.peak is not None else row.note
+    say(f"  {method.name:<22} {row.status:<14} {told:<12} {row.gradients}  [{time.monotonic() - began:.0f} s]")
+    return row, step if row.status == "ok" else None
+
+
+def _with_largest(row: Row, method: Method, setup: Setup, limit: int, device: torch.device) -> Row:
+    try:
+        return replace(row, largest=largest_batch(method, setup, limit), limit=limit)
+    except Exception as error:  # the row's other figures stand
+        free(device)
+        return replace(row, limit=limit, note=f"largest batch: {type(error).__name__}: {_first_line(error)}")
+
+
+def _timed(
+    rows: dict[str, Row], steps: dict[str, Step], options: Options, device: torch.device, say: Say
+) -> Iterator[Row]:
+    """The rounds, and the rows with their times."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    failed: dict[str, str] = {}
+    for turn in range(options.warmup + options.repeats):
+        if options.late and turn > options.warmup:
+            say(f"  out of time after {turn - options.warmup} rounds")
+            break
+        order = [name for name in (steps if turn % 2 == 0 else reversed(list(steps))) if name not in failed]
+        for name in order:
+            try:
+                taken = interleave({name: steps[name]}, repeats=1, warmup=0, device=device)[name]
+            except Exception as error:  # one method's failure is not the others'
+                failed[name] = f"{type(error).__name__}: {_first_line(error)}"
+                free(device)
+                continue
+            if turn >= options.warmup:
+                seconds[name] += taken.seconds
+    for name, row in rows.items():
+        if name in failed or not seconds[name]:
+            status = "raised" if name in failed else "not run"
+            yield replace(row, status=status, note=f"when timed: {failed.get(name, 'out of time')}")
+            continue
+        times = Times(tuple(1e3 * s for s in seconds[name]))
+        lower, upper = times.quartiles
+        yield replace(
+            row, median=times.median, lower=lower, upper=upper, best=times.min, repeats=len(times.seconds)
+        )  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:200]
