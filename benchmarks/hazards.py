@@ -69,6 +69,13 @@ quantity enters no saved tensor. `verify` sees it in the state that does not com
 """
 
 
+SURVEY_NOTE = """\
+One row is left: with `fraction_bits="auto"` the first batch is run once more, to calibrate the range, and forward hooks see that
+run too. A hook that keeps the latest activation is right; one that keeps the first has one without gradients. Give
+`fraction_bits` a number there, or run a batch before hooks are set.
+"""
+
+
 def environment() -> str:
     return f"Made with PyTorch {torch.__version__}, Python {platform.python_version()}, on a CPU."
 
@@ -107,6 +114,7 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
     lines += ["| | right | silently wrong | raises | cannot express |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in summary(cells)]
     lines += ["", VERIFY_NOTE]
+    lines += [SURVEY_NOTE] * (cells["activations_appended"]["verified"].kind == "wrong")
     for theme in THEMES:
         lines += [
             f"## {theme.capitalize()}",

@@ -182,9 +182,6 @@ def test_given_range_one_rank_with_a_large_batch() -> None:
     assert zero == one > 0
 
 
-@pytest.mark.xfail(
-    reason="the rank whose input outgrew the range surveys alone, and its gathers meet other ones", strict=True
-)
 def test_automatic_range_one_rank_with_a_large_batch() -> None:
     zero, one = launch({"large": partial(case_one_large_batch, "auto")}, patience=PATIENCE).of("large")
     assert zero == one > 0

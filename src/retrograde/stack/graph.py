@@ -134,17 +134,17 @@ class Step(Function):
             return out if wanted else None, gy if ctx.needs_input_grad[1] else None, gy.to(dtype), None, None
         d = values(d)
         gy = torch.empty_like(d, dtype=work)
-        d = values(d)
+        into = p if p is not None and p.stride() == gy.stride() else torch.empty_like(gy) if wanted else None
         cast = gy if dtype == work else torch.empty_like(gy, dtype=dtype)
         faster = getattr(ctx.ops, "carry", None)
-        if faster is None or not faster(p, h, d, factors, out, gy, cast):
-            carry(p, h, d, factors, out, gy)
+        if faster is None or not faster(p, h, d, factors, into, gy, cast):
+            carry(p, h, d, factors, into, gy)
             if cast is not gy:
                 cast.copy_(gy)
         if not ctx.needs_input_grad[1]:
-            return out, None, cast, None, None
+            return into, None, cast, None, None
         gy.__dict__["_version_carried"] = gy._version
-        return out, gy, cast, None, None
+        return into, gy, cast, None, None
 
 
 def _carried(
