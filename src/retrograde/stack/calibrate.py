@@ -3,8 +3,8 @@
 After every pass the largest |x| and |v| seen are compared with the range (`follow`). On an accelerator they are fetched
 without waiting, so the range follows a step or two later; the headroom is there for that.
 
-A survey runs the blocks, and blocks may hold collectives (FSDP2's gathers, SyncBatchNorm), so with several processes there is one at the
-first pass only, where every rank has one. What a rank finds out later, from its own data, moves its range without running
+A survey runs the blocks, and blocks may hold collectives (gathers of FSDP2, SyncBatchNorm), so with several processes there is one at
+the first pass only, where every rank has one. What a rank finds out later, from its own data, moves its range without running
 anything (`widened`).
 """
 
