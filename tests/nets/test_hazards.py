@@ -270,3 +270,25 @@ def test_compiled_blocks_and_networks(memory: str, backend: str) -> None:
         net(x).square().sum().backward()
         for p, q in zip(plain.parameters(), net.parameters(), strict=True):
             assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+
+
+class Counts(nn.Module):
+    """Counts its runs, and saves nothing."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + 1
+
+
+def test_a_replay_from_a_kept_input_stops_at_the_last_tensor_it_is_run_for() -> None:
+    for memory, verify, runs in (("checkpoint", "off", 1), ("checkpoint", "end", 2), ("reverse", "off", 2)):
+        counts = [Counts() for _ in range(3)]
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), count) for count in counts]
+        net = rg.MomentumNet(blocks, memory=memory, verify=verify, fraction_bits=20)
+        loss = net(torch.randn(3, 8)).sum()
+        before = torch.get_rng_state()
+        loss.backward()
+        assert [count.runs for count in counts] == [runs] * 3
+        assert torch.equal(torch.get_rng_state(), before)  # wherever the replay stopped

@@ -96,6 +96,8 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = q.new_empty(mask.shape)  # kept as what is added to the products
         ctx.save_for_backward(q, k, v, out, sums, mask)
         return out
 

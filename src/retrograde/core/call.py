@@ -102,8 +102,8 @@ class Call:
         generators, statistics = self.generators, self.parts.statistics
         now, originals, grad = generators.places(), [dict(own) for own, _ in statistics], torch.is_grad_enabled()
         try:
-            for own, scratch in statistics:
-                own.update(scratch)
+            for own, scratch in statistics:  # a graph of the backward pass keeps them: then they must be its own
+                own.update({name: b if b is None else b.clone() for name, b in scratch.items()} if grad else scratch)
             generators.put(self.places)
             torch.set_grad_enabled(True)
             with nullcontext() if same else self._as_it_was(), saved_tensors_hooks(pack, saved.__getitem__):

@@ -53,6 +53,7 @@ class Kept:
 
     def settle(self, k: int, y: Any, held: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
+    def pass_by(self, k: int) -> None: ...
 
 
 class Tape:
@@ -95,6 +96,11 @@ class Tape:
             self._served()
         self.seek(self.at, lazily=held)
 
+    def pass_by(self, k: int) -> None:
+        """Go back past block k, which has nothing to replay, if that will be needed."""
+        if self.lowest is not None and self.lowest < k < self.at and not self.lost:
+            self.seek(k)  # to the end: what is owed may be a view of a parameter
+
     def abandon(self, k: int) -> None:
         """The block failed: stand where the state stood before `recall`."""
         if self.pulled:
@@ -106,7 +112,7 @@ class Tape:
         while self.at > k:
             x = self._pull()
             try:
-                self.owed = self.calls[self.at - 1].again(x, [])
+                self.owed = self._output(self.at - 1, x)
             except BaseException:
                 self.state.push()
                 raise
@@ -117,8 +123,16 @@ class Tape:
             y, self.owed = self.owed, None
             self._whole(self.state.retreat, self.at, y)
         while self.at < k:
-            self._whole(self.state.advance, self.at, self.calls[self.at].again(self.state.read(), []))
+            self._whole(self.state.advance, self.at, self._output(self.at, self.state.read()))
             self.at += 1
+
+    def _output(self, k: int, x: Tensor) -> Tensor:
+        """Block k again, for its output alone."""
+        saved: list[Tensor] = []
+        try:
+            return self.calls[k].again(x, saved)
+        finally:
+            saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
 
     def _pull(self) -> Tensor:
         y, self.owed = self.owed, None
@@ -193,6 +207,13 @@ class Frame:
             self.replay()
         return self.saved.pop(index)
 
+    def prepare(self, gradient: Tensor) -> None:
+        """Run the block again before any gradient of its parameters is there: an optimizer in backward would change them."""
+        if self.shapes and not self.saved:
+            self.replay()
+        elif not self.shapes:
+            self.source.pass_by(self.k)
+
     def replay(self) -> None:
         saved: list[Tensor] = []
         partial = not (self.source.needs_output or self.ends_saved or self.call.checksum is not None)
@@ -205,6 +226,7 @@ class Frame:
                     f"against {len(self.shapes)} in forward, or tensors of other shapes. {WHEN_NOT_REPEATED}"
                 )
         except BaseException:
+            saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
         self.source.settle(self.k, y, self.ends_saved)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.call import Extra, copied_buffers, rng_from
 from ..core.errors import RangeOverflow
@@ -268,7 +269,11 @@ class MomentumNet(nn.Module):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
-            with rng_from(None, extra.devices(x0), extra.generators), copied_buffers(self.modules()):
+            with (
+                rng_from(None, extra.devices(x0), extra.generators),
+                copied_buffers(self.modules()),
+                saved_tensors_hooks(_itself, _itself),  # nor is a checkpoint around the network to count what is saved here
+            ):
                 run = self._steps(x0, extra, fixed, mode="store", overflow=self.overflow)
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -286,6 +291,10 @@ class MomentumNet(nn.Module):
             f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
             f"fraction_bits={self.fraction_bits!r}, verify={self.verify!r}"
         )
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 def _describe(recurrence: Recurrence) -> str:

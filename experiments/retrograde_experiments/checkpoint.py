@@ -1,0 +1,98 @@
+"""A checkpoint of one unit of work that takes long: written whole or not at all, read with `weights_only=True`.
+
+    state = checkpoint.load()            # None at the first start
+    ...
+    checkpoint.save({"step": step, "model": net.state_dict(), "optimizer": ..., "rng": torch.get_rng_state(), "curve": [...]})
+
+What is saved must suffice to go on to the same bits. The fixed-point range of a momentum network follows its activations
+and is no part of its state_dict: `state_of` and `restore` take it along. The file is deleted when the unit's metrics are on
+the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.core.fixedpoint import FixedPoint
+from retrograde.stack.calibrate import Range
+
+from .errors import ExperimentError
+from .metrics import write_atomic, writing
+
+FOLDER = "checkpoints"
+
+
+class Checkpoint:
+    """Where one unit's state is kept between a kill and the next start.
+
+    Args:
+        path: of the file.
+        every: seconds between two states that `due` asks for.
+    """
+
+    def __init__(self, path: Path, every: float = 20.0) -> None:
+        self.path, self.every = path, every
+        self._saved = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether the last state is long enough ago that another is worth the time."""
+        return time.monotonic() - self._saved >= self.every
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Keep a state, of tensors, numbers, strings, lists and dicts, in place of the last."""
+        data = io.BytesIO()
+        torch.save(state, data)
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, data.getvalue())
+        self._saved = time.monotonic()
+
+    def load(self, device: torch.device | str = "cpu") -> dict[str, Any] | None:
+        """The last state, or None.
+
+        Raises:
+            ExperimentError: if the file cannot be read.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            return torch.load(self.path, map_location=device, weights_only=True)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise ExperimentError(
+                f"the checkpoint {self.path} is damaged ({type(error).__name__}: {error}). Delete it to begin this unit "
+                "anew; finished units are kept."
+            ) from error
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def state_of(net: nn.Module) -> dict[str, Any]:
+    """Parameters, buffers and fixed-point ranges, for `save`."""
+    ranges = {
+        name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
+        for name, held in _ranges(net)
+    }
+    return {"parameters": net.state_dict(), "ranges": ranges}
+
+
+def restore(net: nn.Module, state: dict[str, Any]) -> None:
+    """The inverse of `state_of`: what the network computes from here on has the bits of the one that was saved."""
+    net.load_state_dict(state["parameters"])
+    for name, held in _ranges(net):
+        dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in state["ranges"].get(name, []))
+        held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
+
+
+def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
+    for name, module in net.named_modules():
+        held = getattr(module, "range", None)
+        if isinstance(held, Range):
+            yield name, held

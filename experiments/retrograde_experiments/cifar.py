@@ -1,0 +1,165 @@
+"""Table 2 and App. F: accuracy on CIFAR of a ResNet and of Momentum ResNets with v₀ = 0 and v₀ = f(x₀), trained identically.
+
+    ResNet   x ← x + f(x)          Momentum   v ← γ·v + (1−γ)·f(x), x ← x + v, γ = 0.9, for all blocks that keep their shape
+
+For a seed all three start from the same weights and see the same batches. Momentum networks train by running in reverse.
+The default preset is a shortened schedule (one cycle of the rate, bfloat16) of a ResNet-34; the paper's preset is the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from .data.batches import Resident
+from .findings import Finding, spread
+from .metrics import Key, Record
+from .run import Context
+from .style import COLOURS, canvas
+from .train import Recipe, build
+from .train.unit import parameters, small_set, trained
+
+NETS = {"resnet": "ResNet", "momentum": "Momentum, v₀ = 0", "momentum-first": "Momentum, v₀ = f(x₀)"}
+TINTS = {"resnet": COLOURS["resnet"], "momentum": COLOURS["momentum"], "momentum-first": "#b45309"}
+TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+
+
+@dataclass(frozen=True)
+class Config:
+    data: tuple[str, ...] = ("cifar10", "cifar100")
+    model: str = "resnet101"
+    gamma: float = 0.9
+    memory: str = "reverse"
+    epochs: int = 220
+    batch: int = 128
+    rate: float = 0.01
+    schedule: str = "multistep"
+    milestones: tuple[int, ...] = (180,)
+    weight_decay: float = 5e-4
+    nesterov: bool = False
+    amp: str = "off"
+    channels_last: bool = True
+    limit: int | None = None  # training images
+    repeats: int = 10
+
+    @classmethod
+    def paper(cls) -> Config:
+        return cls()
+
+    @classmethod
+    def default(cls) -> Config:
+        return cls(
+            data=("cifar10",), model="resnet34", epochs=15, batch=512, rate=0.4, schedule="onecycle", nesterov=True, amp="bf16",
+            repeats=3,
+        )  # fmt: skip
+
+    @classmethod
+    def smoke(cls) -> Config:
+        return cls(
+            data=("digits",), model="thin-resnet8", epochs=2, batch=64, rate=0.1, schedule="onecycle", limit=256,
+            channels_last=False, repeats=1,
+        )  # fmt: skip
+
+    def setting(self) -> str:
+        schedule = f"÷10 at epoch {self.milestones}" if self.schedule == "multistep" else self.schedule
+        smaller = (
+            "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs of batch 128, 10 seeds, float32."
+        )
+        return (
+            f"{self.model} on {' and '.join(self.data)}, {self.epochs} epochs, batch {self.batch}, SGD 0.9, rate {self.rate:g} "
+            f"({schedule}), weight decay {self.weight_decay:g}, γ = {self.gamma:g}, AMP {self.amp}, {self.repeats} seeds.{smaller}"
+        )
+
+    def recipe(self, **changes: Any) -> Recipe:
+        names = (
+            "epochs",
+            "batch",
+            "rate",
+            "schedule",
+            "milestones",
+            "weight_decay",
+            "nesterov",
+            "amp",
+            "channels_last",
+        )
+        return Recipe(**{**{name: getattr(self, name) for name in names}, **changes})
+
+
+def units(config: Config) -> list[Key]:
+    return [{"data": d, "net": net, "seed": s} for d in config.data for s in range(config.repeats) for net in NETS]
+
+
+def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
+    images = small_set(unit["data"])
+    source = Resident(images, config.batch, seed=unit["seed"], device=context.device, limit=config.limit)
+    torch.manual_seed(unit["seed"])
+    gamma, memory = (0.0, "store") if unit["net"] == "resnet" else (config.gamma, config.memory)
+    net = build(
+        config.model, classes=source.classes, channels=source.channels, gamma=gamma, memory=memory,
+        velocity="first" if unit["net"] == "momentum-first" else "zero",
+    )  # fmt: skip
+    _, curve = trained(net, config.recipe(), source, context)
+    return {**curve, "final": curve["accuracy"][-1], "parameters": parameters(net)}
+
+
+def finals(records: list[Record], data: str, net: str) -> list[float]:
+    return [r["final"] for r in records if r["data"] == data and r["net"] == net]
+
+
+def figure(config: Config, records: list[Record]) -> Any:
+    picture, axes = canvas(8, 3.2 * len(config.data), len(config.data), 2, squeeze=False)
+    for row, data in zip(axes, config.data, strict=True):
+        for net, name in NETS.items():
+            runs = [r for r in records if r["data"] == data and r["net"] == net]
+            if runs:
+                errors = [[100 - a for a in r["accuracy"]] for r in runs]
+                _band(row[0], errors, net, f"{name}: {spread([r['final'] for r in runs], '.2f', ' %')}")
+                _band(row[1], [r["test_loss"] for r in runs], net, name)
+        row[0].set(
+            xlabel="epoch", ylabel="test error, %", yscale="log", title=f"{TITLES.get(data, data)}, {config.model}"
+        )
+        row[1].set(xlabel="epoch", ylabel="test loss", yscale="log")
+        for axis in row:
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+        row[0].legend(fontsize=8, title="final accuracy", title_fontsize=8)
+    return picture
+
+
+def _band(axis: Any, runs: list[list[float]], net: str, label: str) -> None:
+    """The mean over the seeds, and from the least to the most."""
+    columns, colour, line = list(zip(*runs, strict=True)), TINTS[net], "--" if net == "momentum-first" else "-"
+    epochs = range(1, len(columns) + 1)
+    axis.plot(epochs, [mean(c) for c in columns], line, color=colour, label=label)
+    axis.fill_between(
+        epochs, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, linewidth=0
+    )
+
+
+def findings(config: Config, records: list[Record]) -> list[Finding]:
+    found = []
+    for data in config.data:
+        title, plain = TITLES.get(data, data), finals(records, data, "resnet")
+        bar = "≥ 93 %" if data == "cifar10" else ""
+        for net, name in NETS.items():
+            ours = finals(records, data, net)
+            if ours:
+                found.append(
+                    Finding(f"{title}, {name}", spread(ours, ".2f", " %"), bar, mean(ours) >= 93 if bar else None)
+                )
+        for net, name in list(NETS.items())[1:]:
+            ours = finals(records, data, net)
+            if ours and plain:
+                gap, room = mean(ours) - mean(plain), sum(stdev(v) if len(v) > 1 else 0.0 for v in (ours, plain))
+                enough = min(len(ours), len(plain)) >= 3
+                found.append(
+                    Finding(
+                        f"{title}, {name}, less the ResNet's", f"{gap:+.2f} %", f"within ±{room:.2f} %, the seeds' spread",
+                        abs(gap) <= room if enough else None,
+                    )
+                )  # fmt: skip
+    return found

@@ -1,0 +1,348 @@
+"""Fig. 8: a pretrained ResNet and its Momentum form on a small new set of large images, under a small GPU's memory.
+
+    resnet        the ImageNet ResNet-50           checkpoint   the same, torch.utils.checkpoint on every block
+    momentum      the same weights, γ = 0.9; γ rises from 0.1 within the first epochs of the fine-tuning itself, since ImageNet, on
+                  which the paper refits, is not at hand
+    reference     the same weights through the package momentumnet 0.10, γ = 0.9 (where it is installed)
+
+First the largest batch that trains under the limit is found for each, then each is fine-tuned, all layers of it, with that batch:
+accuracy over seconds of training. The limit is set on PyTorch's allocator; the CUDA context comes on top. The rate is
+proportional to the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from retrograde.nets.resnet import resnet
+
+from .data import Images, Spec, data_dir
+from .data.batches import Resident
+from .data.folder import decode, load_folders, middle
+from .data.weights import MEAN, STD, as_published, resnet50_weights
+from .errors import ExperimentError
+from .findings import Finding, spread
+from .memory_batch import checkpoint_blocks, largest_fitting
+from .metrics import Key, Record, write_atomic, writing
+from .run import Context
+from .style import COLOURS, NAMES, canvas
+from .train import Learner, Recipe
+from .train.learner import set_gamma
+from .train.unit import small_set
+
+WAYS = ("resnet", "checkpoint", "momentum", "reference")
+FIRST_GAMMA, LEVELS = 0.1, 8
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = "hymenoptera"
+    pretrained: bool = True
+    depth: int = 50
+    size: int = 500
+    gamma: float = 0.9
+    limit_gb: float = 3.0
+    cap: int = 64  # batches are not tried beyond
+    epochs: int = 15
+    warm: int = 4  # epochs in which γ rises
+    rate: float = 2.5e-4  # per image of a batch
+    weight_decay: float = 1e-4
+    reach: float = 90.0  # %, to whose time the runs are compared
+    repeats: int = 3
+    reference: bool = True
+
+    @classmethod
+    def paper(cls) -> Config:
+        return cls()
+
+    @classmethod
+    def default(cls) -> Config:
+        return cls(epochs=10)
+
+    @classmethod
+    def smoke(cls) -> Config:
+        return cls(
+            data="digits", pretrained=False, depth=18, size=32, cap=32, epochs=1, warm=1, repeats=1, reference=False
+        )
+
+    def setting(self) -> str:
+        weights = "ImageNet's" if self.pretrained else "random"
+        return (
+            f"ResNet-{self.depth} ({weights} weights), {self.data} at {self.size}×{self.size}, {self.limit_gb:g} GB of device memory, "
+            f"float32, {self.epochs} epochs of SGD 0.9 with the largest batch of each, rate {self.rate:g} per image falling to 0, γ to "
+            f"{self.gamma:g} within {self.warm} epochs, {self.repeats} seeds. The paper: ResNet-152, refitted on ImageNet first."
+        )
+
+
+def ways(config: Config) -> tuple[str, ...]:
+    return WAYS if config.reference else WAYS[:3]
+
+
+def units(config: Config) -> list[Key]:
+    found: list[Key] = [{"phase": "largest", "net": net} for net in ways(config)]
+    return found + [{"phase": "train", "net": net, "seed": s} for s in range(config.repeats) for net in ways(config)]
+
+
+def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
+    if unit["net"] == "reference" and find_spec("momentumnet") is None:
+        raise ExperimentError(
+            "momentumnet is not installed: `pip install --no-deps momentumnet==0.10`, or leave it out with --set reference=false."
+        )
+    path = context.folder / f"largest-{unit['net']}.json"
+    with limited(config.limit_gb, context.device):
+        if unit["phase"] == "largest":
+            largest = _largest(config, unit["net"], context)
+            with writing(path):
+                write_atomic(path, json.dumps(largest).encode())
+            return {"largest": largest}
+        if not path.exists():
+            raise ExperimentError(
+                f"{path} is missing, though its unit is finished. Delete that line, or use another folder."
+            )
+        batch = json.loads(path.read_text())
+        if not batch:
+            return {"batch": 0, "reserved": None, "seconds": [], "accuracy": []}
+        return _finetuned(config, unit, batch, context)
+
+
+@contextmanager
+def limited(gigabytes: float, device: torch.device) -> Iterator[None]:
+    """No more than this of a GPU's memory for PyTorch. On a CPU nothing is limited."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    _release(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        _release(device)
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def network(config: Config, net: str, classes: int, seed: int) -> nn.Module:
+    """The pretrained network with a new head, in one of the ways."""
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"gamma": FIRST_GAMMA, "memory": "auto"} if net == "momentum" else {}
+    made: nn.Module = resnet(config.depth, classes=1000, **options)
+    if config.pretrained:
+        if config.depth != 50:
+            raise ExperimentError(f"there are pretrained weights of depth 50 only; got depth={config.depth}.")
+        as_published(made).load_state_dict(_weights(data_dir()))
+    head: Any = made.fc
+    made.fc = nn.Linear(head.in_features, classes)
+    if net in ("checkpoint", "momentum"):
+        checkpoint_blocks(made, every=net == "checkpoint")
+    if net == "reference":
+        from momentumnet import transform_to_momentumnet  # type: ignore[import-not-found]
+
+        made = transform_to_momentumnet(made, gamma=config.gamma, is_residual=True)
+    return made
+
+
+@lru_cache(maxsize=1)
+def _weights(root: Path) -> dict[str, Tensor]:
+    return resnet50_weights(root)
+
+
+def _recipe(config: Config, batch: int) -> Recipe:
+    return Recipe(
+        epochs=config.epochs, batch=batch, rate=config.rate * batch, schedule="cosine", warmup=0.5, weight_decay=config.weight_decay,
+        channels_last=True,
+    )  # fmt: skip
+
+
+def _largest(config: Config, net: str, context: Context) -> int:
+    """The largest batch with which three steps of training fit."""
+    device = context.device
+
+    def needed(batch: int) -> int | None:
+        fits = device.type == "cpu" or _fits(config, net, batch, device)
+        _release(device)
+        context.progress.step(f"batch {batch} {'fits' if fits else 'does not fit'}")
+        return 0 if fits else None
+
+    return largest_fitting(needed, 1, config.cap)
+
+
+def _fits(config: Config, net: str, batch: int, device: torch.device) -> bool:
+    try:
+        learner = Learner(network(config, net, 2, 0).to(device), _recipe(config, batch), steps=1)
+        x = torch.randn(batch, 3, config.size, config.size, device=device).to(memory_format=torch.channels_last)
+        for _ in range(3):
+            learner.step(x, torch.zeros(batch, dtype=torch.int64, device=device))
+        torch.cuda.synchronize(device)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+
+
+def _finetuned(config: Config, unit: Key, batch: int, context: Context) -> dict[str, Any]:
+    images = small(config)
+    source = Resident(images, batch, seed=unit["seed"], device=context.device, test_batch=min(batch, 16), home="cpu")
+    net = network(config, unit["net"], source.classes, unit["seed"]).to(context.device)
+    learner = Learner(net, _recipe(config, batch), source.steps)
+    curve: dict[str, list[float]] = {
+        "seconds": [0.0],
+        "accuracy": [learner.evaluate(source)["accuracy"]],
+        "train_loss": [],
+    }
+    saved, gamma = context.checkpoint.load(), FIRST_GAMMA
+    if saved is not None:
+        curve, gamma = saved["curve"], saved["gamma"]
+        if unit["net"] == "momentum":
+            set_gamma(net, gamma)
+        learner.restore(saved["learner"])
+    context.progress.steps(config.epochs * source.steps, learner.done)
+    for epoch in range(learner.done // source.steps, config.epochs):
+        start = _now(context.device)
+        for x, y in source.epoch(epoch):
+            wanted = risen(config, learner.done, source.steps)
+            if unit["net"] == "momentum" and wanted != gamma:
+                set_gamma(net, gamma := wanted)
+            learner.step(x, y)
+            context.progress.step()
+        curve["seconds"].append(curve["seconds"][-1] + _now(context.device) - start)
+        curve["accuracy"].append(learner.evaluate(source)["accuracy"])
+        curve["train_loss"].append(learner.loss())
+        if context.checkpoint.due():
+            context.checkpoint.save({"learner": learner.state(), "curve": curve, "gamma": gamma})
+    reserved = torch.cuda.max_memory_reserved(context.device) if context.device.type == "cuda" else None
+    return {"batch": batch, "reserved": reserved, **curve}
+
+
+def risen(config: Config, step: int, steps: int) -> float:
+    """γ of a step: from 0.1 to the last in equal rises.
+
+    >>> [round(risen(Config(warm=2), step, 10), 2) for step in (0, 3, 10, 17, 18, 100)]
+    [0.1, 0.2, 0.5, 0.7, 0.8, 0.9]
+    """
+    done = min(1.0, step / max(1, config.warm * steps))
+    return (
+        config.gamma
+        if done == 1
+        else round(FIRST_GAMMA + (config.gamma - FIRST_GAMMA) * int(done * LEVELS) / LEVELS, 4)
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@lru_cache(maxsize=1)
+def small(config: Config) -> Images:
+    """The images as squares in memory: for training 12 % larger than what is cut out of them."""
+    large = round(1.12 * config.size / 2) * 2
+    if config.data == "digits":  # for the smoke test
+        held = small_set("digits")
+        spec = Spec(
+            "digits", 10, 64, 16, (3, config.size, config.size), held.spec.mean * 3, held.spec.std * 3, flip=False
+        )
+
+        def scaled(x: Tensor, size: int) -> Tensor:
+            return interpolate(x.float(), (size, size)).byte().expand(-1, 3, -1, -1)
+
+        return Images(
+            spec,
+            scaled(held.train_x[:64], large),
+            held.train_y[:64],
+            scaled(held.test_x[:16], config.size),
+            held.test_y[:16],
+        )
+    folders = load_folders(config.data)
+    train = torch.stack([torch.from_numpy(middle(decode(path), large, 1.0).copy()) for path, _ in folders.train])
+    test = torch.stack([torch.from_numpy(middle(decode(path), config.size, 1.12).copy()) for path, _ in folders.val])
+    labels = [torch.tensor([label for _, label in part]) for part in (folders.train, folders.val)]
+    spec = Spec(config.data, len(folders.classes), len(train), len(test), (3, config.size, config.size), MEAN, STD)
+    return Images(spec, train.permute(0, 3, 1, 2), labels[0], test.permute(0, 3, 1, 2), labels[1])
+
+
+def _reached(record: Record, accuracy: float) -> float | None:
+    """Seconds of training after which the accuracy was first reached."""
+    return next((s for s, a in zip(record["seconds"], record["accuracy"], strict=True) if a >= accuracy), None)
+
+
+def _split(records: list[Record]) -> tuple[dict[str, int], dict[str, list[Record]]]:
+    """The largest batches, and the training runs, by network."""
+    largest = {r["net"]: r["largest"] for r in records if r["phase"] == "largest"}
+    runs = {net: [r for r in records if r["phase"] == "train" and r["net"] == net and r["batch"]] for net in WAYS}
+    return largest, {net: found for net, found in runs.items() if found}
+
+
+def figure(config: Config, records: list[Record]) -> Any:
+    picture, axis = canvas(6.4, 4)
+    _, runs = _split(records)
+    for net, found in runs.items():
+        for record in found:
+            axis.plot(record["seconds"], record["accuracy"], color=COLOURS[net], alpha=0.25, linewidth=1)
+        seconds, accuracy = (
+            [mean(v) for v in zip(*(r[name] for r in found), strict=True)] for name in ("seconds", "accuracy")
+        )
+        axis.plot(
+            seconds, accuracy, "o-", color=COLOURS[net], label=f"{NAMES[net]}, batch {found[0]['batch']}", markersize=4
+        )
+    axis.set(
+        xlabel="seconds of training",
+        ylabel="test accuracy, %",
+        title=f"{config.data} at {config.size}×{config.size}, {config.limit_gb:g} GB",
+    )
+    if runs:
+        axis.legend(fontsize=8, loc="lower right")
+    return picture
+
+
+def findings(config: Config, records: list[Record]) -> list[Finding]:
+    largest, runs = _split(records)
+    found = [Finding(f"largest batch, {NAMES[net]}", str(batch)) for net, batch in largest.items()]
+    if {"resnet", "momentum"} <= largest.keys():
+        more = largest["momentum"] > largest["resnet"]
+        found.append(
+            Finding(
+                "largest batch, Momentum against ResNet", f"{largest['momentum']} : {largest['resnet']}", "larger", more
+            )
+        )
+    reserved = [r["reserved"] for done in runs.values() for r in done if r["reserved"]]
+    if reserved:
+        kept = max(reserved) <= config.limit_gb * 1e9
+        found.append(
+            Finding("memory reserved, at most", f"{max(reserved) / 1e9:.2f} GB", f"≤ {config.limit_gb:g} GB", kept)
+        )
+    times: dict[str, float] = {}
+    for net, done in runs.items():
+        found.append(Finding(f"best accuracy, {NAMES[net]}", spread([max(r["accuracy"]) for r in done], ".1f", " %")))
+        reached = [_reached(r, config.reach) for r in done]
+        all_of_them = [s for s in reached if s is not None]
+        if len(all_of_them) == len(done):
+            times[net] = mean(all_of_them)
+            ours = spread(all_of_them, ".1f", " s")
+        else:
+            ours = f"{len(all_of_them)} of {len(done)} seeds reach it"
+        found.append(Finding(f"time to {config.reach:g} %, {NAMES[net]}", ours))
+    if {"resnet", "momentum"} <= times.keys():
+        ratio = times["momentum"] / times["resnet"]
+        found.append(Finding(f"time to {config.reach:g} %, Momentum over ResNet", f"{ratio:.2f}×", "< 1×", ratio < 1))
+    return found

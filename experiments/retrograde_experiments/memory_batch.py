@@ -1,0 +1,205 @@
+"""Fig. 7, top: memory of a training step over the batch size, and the largest batch that fits, at depth 152 and 1202.
+
+    resnet       the plain network          checkpoint   with torch.utils.checkpoint on every block
+    momentum     γ = 0.9, in reverse; blocks that change the shape are checkpointed
+
+Memory is all that training needs at once: parameters, gradients, SGD's momentum, the batch, and the peak of forward and
+backward. The batch is doubled until it does not fit, then the largest that fits is found to within 3 %. The paper's depth 1201 is 1202
+in the usual count.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+from retrograde.measure import human
+
+from .findings import Finding
+from .metrics import Key, Record
+from .run import Context
+from .style import COLOURS, NAMES, canvas
+from .train import build
+
+WAYS = ("resnet", "checkpoint", "momentum")
+SHAPES = {"imagenet": ("imagenet", 224, 1000), "cifar": ("cifar", 32, 10)}
+
+
+@dataclass(frozen=True)
+class Config:
+    nets: tuple[str, ...] = ("resnet152 imagenet", "thin-resnet1202 cifar")
+    gamma: float = 0.9
+    start: int = 8
+    cap: int = 65536  # batches are not tried beyond
+    budget_gb: float | None = None  # None: what the device has
+    channels_last: bool = True
+
+    @classmethod
+    def paper(cls) -> Config:
+        return cls()
+
+    @classmethod
+    def default(cls) -> Config:
+        return cls()
+
+    @classmethod
+    def smoke(cls) -> Config:
+        return cls(nets=("thin-resnet8 cifar",), start=2, cap=4, budget_gb=0.003, channels_last=False)
+
+    def setting(self) -> str:
+        room = "the device's memory" if self.budget_gb is None else f"{self.budget_gb:g} GB"
+        return (
+            f"{' and '.join(self.nets)}, γ = {self.gamma:g}, float32, batch from {self.start} until {room} is full (at most "
+            f"{self.cap:,}); one training step on noise: memory does not depend on the images. The paper used one epoch on 16 GB GPUs."
+        )
+
+
+def units(config: Config) -> list[Key]:
+    return [{"net": net, "way": way} for net in config.nets for way in WAYS]
+
+
+class Checkpointed(nn.Module):
+    """A block whose input is kept and whose activations are computed again, with BatchNorm's statistics moved once."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), self._still()))
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        norms = [(m, m.momentum) for m in self.block.modules() if isinstance(m, nn.BatchNorm2d)]
+        for norm, _ in norms:
+            norm.momentum = 0.0
+        try:
+            yield
+        finally:
+            for norm, momentum in norms:
+                norm.momentum = momentum
+
+
+def checkpoint_blocks(net: nn.Module, every: bool) -> None:
+    """Checkpoint every block of every stage, or those that change the shape."""
+    stage: Any
+    for stage in [child for name, child in net.named_children() if name.startswith("layer")]:
+        for index, block in enumerate(stage.children()):
+            if every or getattr(block, "downsample", None) is not None:
+                stage[index] = Checkpointed(block)
+
+
+def network(name: str, way: str, gamma: float) -> nn.Module:
+    """The network of a way. What is not reversed in the momentum network (the blocks that change the shape) is checkpointed."""
+    model, shape = name.split()
+    size, _, classes = SHAPES[shape]
+    plain = way != "momentum"
+    net = build(
+        model, classes=classes, size=size, gamma=0.0 if plain else gamma, memory="store" if plain else "reverse"
+    )
+    if way != "resnet":
+        checkpoint_blocks(net, every=way == "checkpoint")
+    return net
+
+
+def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
+    net = network(unit["net"], unit["way"], config.gamma).to(context.device)
+    if config.channels_last:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    _, side, classes = SHAPES[unit["net"].split()[1]]
+    known: dict[int, int | None] = {}
+
+    def needed(batch: int) -> int | None:
+        if batch not in known:
+            known[batch] = step_memory(net, batch, side, classes, config, context.device)
+            context.progress.step(f"batch {batch}: {human(known[batch] or 0) if known[batch] else 'does not fit'}")
+        return known[batch]
+
+    largest = largest_fitting(needed, config.start, config.cap)
+    fitting = {batch: peak for batch, peak in sorted(known.items()) if peak is not None}
+    return {
+        "batches": list(fitting),
+        "peaks": list(fitting.values()),
+        "largest": largest,
+        "capped": largest >= config.cap,
+    }
+
+
+def largest_fitting(needed: Callable[[int], int | None], start: int, cap: int) -> int:
+    """The largest batch up to `cap` for which `needed` is not None, to within 3 %; 0 if not even `start` fits."""
+    low, batch = 0, start
+    while batch <= cap and needed(batch) is not None:
+        low, batch = batch, 2 * batch
+    high = min(batch, cap + 1)
+    while low and high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) is not None else (low, middle)
+    return low
+
+
+def step_memory(
+    net: nn.Module, batch: int, side: int, classes: int, config: Config, device: torch.device
+) -> int | None:
+    """Bytes that training needs at once with this batch; None if they are not there."""
+    try:
+        needed: int | None = _needed(net, batch, side, classes, config.channels_last, device)
+    except torch.OutOfMemoryError:
+        needed = None
+    for parameter in net.parameters():
+        parameter.grad = None
+    gc.collect()  # after the handler: until then the error keeps the frames it came through, and their tensors
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None if needed is None or (config.budget_gb is not None and needed > config.budget_gb * 1e9) else needed
+
+
+def _needed(net: nn.Module, batch: int, side: int, classes: int, channels_last: bool, device: torch.device) -> int:
+    static = sum(3 * p.numel() * p.element_size() for p in net.parameters())  # with gradients and SGD's momentum
+    static += sum(b.numel() * b.element_size() for b in net.buffers())
+    x = torch.randn(batch, 3, side, side, device=device)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    y = torch.randint(classes, (batch,), device=device)
+    peak = rg.measure(net, x, loss=lambda output: cross_entropy(output, y), repeats=1, warmup=0).peak
+    return static + x.numel() * x.element_size() + peak
+
+
+def figure(config: Config, records: list[Record]) -> Any:
+    picture, axes = canvas(4.6 * len(config.nets), 3.8, 1, len(config.nets), squeeze=False)
+    for axis, net in zip(axes[0], config.nets, strict=True):
+        for record in (r for r in records if r["net"] == net):
+            way, more = record["way"], "≥ " if record["capped"] else ""
+            label = f"{NAMES[way]}: {more}{record['largest']:,}"
+            axis.plot(
+                record["batches"],
+                [p / 1e9 for p in record["peaks"]],
+                "o-",
+                color=COLOURS[way],
+                label=label,
+                markersize=4,
+            )
+        axis.set(xlabel="batch", ylabel="memory of a training step, GB", xscale="log", yscale="log", title=net)
+        axis.legend(fontsize=8, title="largest batch that fits", title_fontsize=8)
+    return picture
+
+
+def findings(config: Config, records: list[Record]) -> list[Finding]:
+    found = []
+    for net in config.nets:
+        largest = {r["way"]: r for r in records if r["net"] == net}
+        for way, record in largest.items():
+            more = "≥ " if record["capped"] else ""
+            found.append(Finding(f"largest batch, {net}, {NAMES[way]}", f"{more}{record['largest']:,}"))
+        if {"resnet", "momentum"} <= largest.keys() and largest["resnet"]["largest"]:
+            ratio = largest["momentum"]["largest"] / largest["resnet"]["largest"]
+            found.append(Finding(f"largest batch, {net}, Momentum over ResNet", f"{ratio:.1f}×", "> 1×", ratio > 1))
+    return found

@@ -1,0 +1,249 @@
+"""`docs/pretrained.md` from the metrics alone: what stands between two markers is replaced, the rest of the page is left as it is.
+
+    <!-- cifar -->   tables made from results/pretrained/cifar.jsonl   <!-- /cifar -->
+
+An experiment that has not been run says so. The figure is drawn beside the page, in `img/pretrained.png`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from ..config import from_json
+from ..errors import ExperimentError
+from ..metrics import Record, write_atomic, writing
+from ..style import canvas, styled
+from .run import EXPERIMENTS, experiment
+from .store import read
+from .transfer import kept
+
+Records = list[Record]
+FIGURE = "img/pretrained.png"
+LOOKS = {
+    "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
+    "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
+}  # fmt: skip
+START = {"zero": "v₀ = 0", "first": "v₀ = f(x₀)"}
+
+
+def write(results: Path, page: Path) -> list[str]:
+    """Fill the page in and draw the figure; what was written.
+
+    Raises:
+        ExperimentError: if the page or a marker in it is missing, or metrics are damaged.
+    """
+    runs = {name: read(results / f"{name}.jsonl") for name in EXPERIMENTS if (results / f"{name}.jsonl").exists()}
+    try:
+        text = page.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ExperimentError(
+            f"{page} does not exist: run this in the repository, or name the page with --page."
+        ) from None
+    for name, table in TABLES.items():
+        text = _between(text, name, section(name, runs.get(name), table), page)
+    text = _between(text, "shares", shares(), page)
+    made = [str(page)]
+    with writing(page):
+        write_atomic(page, text.encode())
+        if {"cifar", "language"} & runs.keys():
+            (page.parent / FIGURE).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(page.parent / FIGURE, drawn({name: records for name, (_, records) in runs.items()}))
+            made.append(str(page.parent / FIGURE))
+    return made
+
+
+def _between(text: str, name: str, body: str, page: Path) -> str:
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ExperimentError(
+            f"{page} has no place for {name}: put <!-- {name} --> and <!-- /{name} --> on lines of their own."
+        )
+    return pattern.sub(lambda match: f"{match[1]}{body}\n{match[2]}", text)
+
+
+def section(name: str, found: tuple[dict[str, Any], Records] | None, table: Callable[[Records], str]) -> str:
+    """The setting in a sentence, then the tables."""
+    if found is None or not found[1]:
+        return f"Not run: `python -m retrograde_experiments.pretrained {name}`."
+    header, records = found
+    module = experiment(name)
+    config = from_json(module.Config, header["config"])
+    done, planned = len(records), len(module.units(config))
+    where = "; ".join(sorted({f"{r.run['hardware']}, torch {r.run['torch']}" for r in records}))
+    part = "" if done == planned else f" {done} of {planned} units were run."
+    setting = config.setting()
+    return f"{setting[:1].upper()}{setting[1:]} {where}.{part}\n\n{table(records)}"
+
+
+def shares() -> str:
+    """The mean weight of f at the end of a stage, for the stages of the networks here."""
+    stages = {"ResNet-20: 3, 2, 2": (3, 2, 2), "ResNet-56: 9, 8, 8": (9, 8, 8), "ResNet-50: 2, 3, 5, 2": (2, 3, 5, 2),
+              "MiniLM: 6": (6,), "SmolLM2: 30": (30,)}  # fmt: skip
+    gammas = (0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
+    rows = [
+        [name, *(f"{100 * mean(s for blocks in sizes for s in kept(g, blocks)):.0f} %" for g in gammas)]
+        for name, sizes in stages.items()
+    ]
+    return grid(["network: blocks of its stages", *(f"γ = {g:g}" for g in gammas)], rows)
+
+
+def _cifar(records: Records) -> str:
+    columns = [(way, v) for way in ("converted", "statistics") for v in START] + [("refit", "zero"), ("warmup", "zero")]
+    names = ["γ", *(f"{way}, {START[v]}" if way in ("converted", "statistics") else way for way, v in columns)]
+    out = []
+    for net in sorted({r["net"] for r in records}, key=lambda net: int(net.partition("-")[2])):
+        mine = [r for r in records if r["net"] == net]
+        rows = [
+            [f"{g:g}", *(_value(mine, "accuracy", "{:.2f}", way=w, velocity=v, gamma=g) for w, v in columns)]
+            for g in _gammas(mine)
+        ]
+        out += [f"**{net}**, test accuracy in %", grid(names, rows)]
+    return "\n\n".join(out)
+
+
+def _language(records: Records) -> str:
+    columns = [("converted", "zero"), ("converted", "first"), ("refit", "zero"), ("warmup", "zero")]
+    names = ["γ", "converted, v₀ = 0", "converted, v₀ = f(x₀)", "refit", "warmup"]
+    rows = [
+        [f"{g:g}", *(_value(records, "perplexity", _short, way=w, velocity=v, gamma=g) for w, v in columns)]
+        for g in _gammas(records)
+    ]
+    return "Perplexity\n\n" + grid(names, rows)
+
+
+def _sentence(records: Records) -> str:
+    columns = [("converted", "zero"), ("converted", "first"), ("refit", "zero"), ("warmup", "zero")]
+    names = ["γ", "converted, v₀ = 0", "converted, v₀ = f(x₀)", "distilled", "with warmup"]
+
+    def cell(**key: Any) -> str:
+        found = _one(records, **key)
+        return (
+            "–"
+            if found is None
+            else f"{found['cosine']:.3f} · {found['partners']}/{found['pairs']} · {found['order']:.2f}"
+        )
+
+    rows = [[f"{g:g}", *(cell(way=w, velocity=v, gamma=g) for w, v in columns)] for g in _gammas(records)]
+    head = (
+        "Cosine to the plain network's vector · sentences that find their partner · rank correlation of the similarities with "
+        "the plain network's"
+    )
+    return f"{head}\n\n{grid(names, rows)}"
+
+
+def _imagenet(records: Records) -> str:
+    photos = sorted((r for r in records if r["task"] == "photos"), key=lambda r: (r["velocity"] != "zero", r["gamma"]))
+    tuned = [r for r in records if r["task"] == "hymenoptera"]
+    out = []
+    if photos:
+        names = list(photos[0]["photos"])
+        shown = [
+            [
+                f"{r['gamma']:g}",
+                START[r["velocity"]] if r["gamma"] else "",
+                f"{r['top1']:.0f}, {r['top5']:.0f} of {r['count']}",
+            ]
+            + [f"{r['photos'][n]['says']} {100 * r['photos'][n]['probability']:.0f} %" for n in names]
+            for r in photos
+        ]
+        out += [
+            "Photographs: the plain network's class first, among the first five; and what is seen in each",
+            grid(["γ", "", "kept", *names], shown),
+        ]
+    if tuned:
+        rows = []
+        for key in dict.fromkeys((r["gamma"], r["velocity"], r["way"]) for r in tuned):
+            mine = [r for r in tuned if (r["gamma"], r["velocity"], r["way"]) == key]
+            curves = [r["curve"] for r in mine]
+            curve = ", ".join(f"{mean(values):.0f}" for values in zip(*curves, strict=False))
+            name = "plain" if not key[0] else f"γ = {key[0]:g}, {START[key[1]]}{', warm-up' * (key[2] == 'warmup')}"
+            rows.append(
+                [name, f"{mean(r['accuracy'] for r in mine):.1f}", f"{mean(r['running'] for r in mine):.1f}", curve]
+            )
+        out += [
+            "Hymenoptera, test accuracy in %",
+            grid(["fine-tuned", "accuracy", "with running statistics", "after each epoch"], rows),
+        ]
+    return "\n\n".join(out)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
+}  # fmt: skip
+
+
+def grid(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _gammas(records: Records) -> list[float]:
+    return sorted({r["gamma"] for r in records})
+
+
+def _one(records: Records, **key: Any) -> Record | None:
+    """The unit with these parts of the key. At γ = 0 there is no velocity, and nothing to warm up."""
+    if not key["gamma"]:
+        key = {**key, "velocity": "zero", "way": "refit" if key["way"] == "warmup" else key["way"]}
+    return next((r for r in records if all(r.key.get(name) == value for name, value in key.items())), None)
+
+
+def _value(records: Records, name: str, form: str | Callable[[float], str], **key: Any) -> str:
+    found = _one(records, **key)
+    if found is None or found[name] is None:
+        return "–"
+    shown = form(found[name]) if callable(form) else form.format(found[name])
+    return shown if found.values.get("stopped") is None else f"{shown} (stopped at step {found['stopped']})"
+
+
+def _short(value: float) -> str:
+    """
+    >>> _short(19.234), _short(123456.0)
+    ('19.2', '1.2e+05')
+    """
+    return f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
+
+
+def drawn(runs: dict[str, Records]) -> bytes:
+    """The figure, as PNG: accuracy of the CIFAR networks and perplexity of the language model over γ."""
+    cifar, language = runs.get("cifar", []), runs.get("language", [])
+    nets = sorted({r["net"] for r in cifar}, key=lambda net: int(net.partition("-")[2]))
+    count = len(nets) + bool(language)
+    data = io.BytesIO()
+    with styled():
+        picture, axes = canvas(4.2 * count, 3.6, 1, count, squeeze=False)
+        for axis, net in zip(axes[0], nets, strict=False):
+            _curves(axis, [r for r in cifar if r["net"] == net], "accuracy")
+            axis.set(title=f"{net}, CIFAR-10", ylabel="test accuracy, %", ylim=(0, 100))
+        if language:
+            _curves(axes[0][-1], language, "perplexity")
+            axes[0][-1].set(title="SmolLM2-135M, held-out Shakespeare", ylabel="perplexity", yscale="log")
+        for axis in axes[0]:
+            axis.set(xlabel="γ", xlim=(-0.02, 1.02))
+        handles = {
+            label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4 if count > 2 else 2)
+        picture.savefig(data, dpi=150, format="png", metadata={"Software": None})
+    return data.getvalue()
+
+
+def _curves(axis: Any, records: Records, value: str) -> None:
+    for way, (label, colour, marker) in LOOKS.items():
+        mine = sorted(
+            (r["gamma"], r[value])
+            for r in records
+            if r["way"] == way and r["velocity"] == "zero" and r[value] is not None
+        )
+        if mine and way == "warmup":
+            mine = sorted(
+                {(r["gamma"], r[value]) for r in records if r["way"] == "refit" and not r["gamma"]} | set(mine)
+            )
+        if mine:
+            axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, markersize=4, label=label)

@@ -1,0 +1,123 @@
+"""The units of an experiment, in this process or in several at once, each a line of metrics when it is finished.
+
+Small networks keep a GPU busy for a fraction of the time: several processes share it (`jobs`). Killed at any moment, the same
+command goes on with what is not finished.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import retrograde
+
+from ..config import from_json, to_json
+from ..errors import ExperimentError, suggestion
+from ..hardware import hardware
+from ..metrics import Key, Record, named
+from .store import Store
+
+EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence"}
+
+
+def experiment(name: str) -> Any:
+    """The module of an experiment: `Config`, `units`, `measure`.
+
+    Raises:
+        ExperimentError: if there is none of that name.
+    """
+    if name not in EXPERIMENTS:
+        raise ExperimentError(f"there is no experiment {name!r}. {suggestion(name, EXPERIMENTS)}")
+    return import_module(f"{__package__}.{EXPERIMENTS[name]}")
+
+
+def run(
+    name: str, config: Any, out: Path, root: Path, *, device: str = "cpu", jobs: int = 1, only: dict[str, str] | None = None,
+    seconds: float | None = None, say: Callable[[str], None] = print,
+) -> list[Record]:  # fmt: skip
+    """Do the units that are not done yet.
+
+    Args:
+        out: folder of the file NAME.jsonl.
+        root: the data directory.
+        jobs: processes.
+        only: units whose key has these values, and no others.
+        seconds: begin no unit after so long.
+
+    Raises:
+        ExperimentError: with what to do. What was finished before is untouched.
+    """
+    module = experiment(name)
+    store = Store(
+        out / f"{name}.jsonl", {"experiment": name, "device": torch.device(device).type, "config": to_json(config)}
+    )
+    every = module.units(config)
+    chosen = [unit for unit in every if all(str(unit.get(key)) == value for key, value in (only or {}).items())]
+    if not chosen:
+        raise ExperimentError(f"no unit has {only}. One of the {len(every)} there are: {named(every[0])}.")
+    todo = [unit for unit in chosen if not store.done(unit)]
+    say(f"{name}: {len(todo)} units to do, {len(chosen) - len(todo)} of {len(chosen)} done before")
+    begun, finished = time.perf_counter(), 0
+
+    def note(unit: Key, values: dict[str, Any], took: float) -> None:
+        nonlocal finished
+        finished += 1
+        store.add(Record(unit, values, _where(device, took)))
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float))
+        say(f"  {finished}/{len(todo)}  {named(unit)}: {shown}  ({took:.1f} s)")
+
+    def late() -> bool:
+        return seconds is not None and time.perf_counter() - begun > seconds
+
+    task = (name, to_json(config), device, str(root))
+    if jobs == 1:
+        for unit in todo:
+            if not late():
+                note(unit, *work(unit, *task))
+        return store.records
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting, running = list(todo), dict[Future[tuple[dict[str, Any], float]], Key]()
+        failed: list[tuple[Key, BaseException]] = []
+        while running or (waiting and not late()):
+            while waiting and len(running) < jobs and not late():
+                unit = waiting.pop(0)
+                running[pool.submit(work, unit, *task)] = unit
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                unit, error = running.pop(future), future.exception()
+                if error is None:
+                    note(unit, *future.result())
+                else:  # the others go on
+                    failed.append((unit, error))
+                    say(f"  {named(unit)}: {type(error).__name__}: {error}")
+    if failed:
+        unit, error = failed[0]
+        raise ExperimentError(f"{len(failed)} of {len(todo)} units failed, first {named(unit)}: {error}") from error
+    return store.records
+
+
+def work(unit: Key, name: str, config: dict[str, Any], device: str, root: str) -> tuple[dict[str, Any], float]:
+    """One unit: its values, and the seconds it took."""
+    module, where = experiment(name), torch.device(device)
+    if where.type == "cuda":
+        torch.set_num_threads(1)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    torch.manual_seed(0)
+    begun = time.perf_counter()
+    values = module.measure(from_json(module.Config, config), unit, where, Path(root))
+    return values, time.perf_counter() - begun
+
+
+def _where(device: str, took: float) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(), "seconds": round(took, 2), "hardware": hardware(device),
+        "torch": torch.__version__, "retrograde": retrograde.__version__,
+    }  # fmt: skip

@@ -1,0 +1,77 @@
+"""The metrics of one experiment: a file of JSON lines, the setting first, then one finished unit each.
+
+    {"experiment": "cifar", "device": "cuda", "config": {...}}
+    {"key": {"net": "ResNet-20", "way": "refit", ...}, "values": {"accuracy": 91.2, ...}, "run": {"date": ..., "seconds": ...}}
+
+A line is flushed to the disk when its unit is finished; a last line torn by a kill is dropped. One file takes one setting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ExperimentError
+from ..metrics import Key, Record, named, write_atomic, writing
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """The setting of a file, and its finished units.
+
+    Raises:
+        ExperimentError: if there is no such file, or a line other than a torn last one cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ExperimentError(f"{path} does not exist: that experiment has not been run.") from None
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    try:
+        header = json.loads(lines[0])
+        records = [Record(held["key"], held["values"], held["run"]) for held in map(json.loads, lines[1:])]
+        header["experiment"], header["config"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ExperimentError(
+            f"{path} is damaged ({type(error).__name__}: {error}). Use another folder (--out)."
+        ) from error
+    return header, records
+
+
+class Store:
+    """A file of metrics, to be added to.
+
+    Args:
+        path: of the file; begun if it does not exist.
+        header: the setting: must agree with what the file has.
+
+    Raises:
+        ExperimentError: if the file holds another setting or is damaged. It is left as it was.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path = path
+        if path.exists():
+            stored, self.records = read(path)
+            differ = [name for name in header if stored.get(name) != header[name]]
+            if differ:
+                changed = "; ".join(f"{name} is {stored.get(name)} there and {header[name]} here" for name in differ)
+                raise ExperimentError(f"{path} holds a run of another setting: {changed}. Use another folder (--out).")
+            lines = [json.dumps(stored), *(record.line() for record in self.records)]
+        else:
+            self.records, lines = [], [json.dumps(header)]
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+
+    def done(self, unit: Key) -> bool:
+        return any(named(record.key) == named(unit) for record in self.records)
+
+    def add(self, record: Record) -> None:
+        """Write a finished unit. It is on the disk when this returns."""
+        with writing(self.path), self.path.open("ab") as file:
+            file.write((record.line() + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.records.append(record)

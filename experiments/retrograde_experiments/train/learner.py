@@ -1,0 +1,231 @@
+"""A network with its optimizer: one step of training, an evaluation, and everything that a resumed run needs.
+
+What a step computes follows from `state()` and the batch: parameters, buffers, the optimizer's and the loss scaler's state,
+the moving average, random numbers, and the fixed-point ranges of momentum networks, which follow the activations and are no
+part of a state_dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from retrograde.core.fixedpoint import FixedPoint
+from retrograde.nets.momentum import MomentumNet
+from retrograde.stack.calibrate import Range
+from retrograde.stack.momentum import check_range
+
+from ..data.batches import Source
+from .parallel import Alone, World
+from .schedule import rate_at
+from .setting import Recipe
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Learner:
+    """A network being trained.
+
+    Args:
+        net: on its device already.
+        recipe: how.
+        steps: in an epoch.
+        world: the processes that train it.
+    """
+
+    def __init__(self, net: nn.Module, recipe: Recipe, steps: int, world: World | None = None) -> None:
+        self.net, self.recipe, self.steps, self.done = net, recipe, steps, 0
+        self.world = world or Alone(next(net.parameters()).device)
+        self.device = self.world.device
+        if recipe.channels_last:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if recipe.compile:
+            compile_blocks(net)
+        self.wrapped = self.world.wrap(net)
+        self.optimizer = torch.optim.SGD(
+            net.parameters(), lr=recipe.rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
+            nesterov=recipe.nesterov,
+        )  # fmt: skip
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
+        self.average = [p.detach().clone() for p in net.parameters()] if recipe.ema else []
+        self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # losses since last asked, and how many
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step of training on this process's share of a batch."""
+        if not self.net.training:
+            self.net.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_at(self.recipe, self.done, self.steps)
+        parts = self.recipe.accumulate
+        for k, (xk, yk) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+            with self.world.sync(self.wrapped, k == parts - 1):
+                with self._autocast():
+                    loss = cross_entropy(self._forward(xk), yk, label_smoothing=self.recipe.smoothing) / parts
+                self.scaler.scale(loss).backward()
+            self.window[0] += loss.detach()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.window[1] += 1
+        self.done += 1
+        if self.average:
+            with torch.no_grad():
+                for average, parameter in zip(self.average, self.net.parameters(), strict=True):
+                    average.lerp_(parameter, 1 - self.recipe.ema)
+
+    def loss(self) -> float:
+        """The mean training loss since the last call."""
+        total, count = self.world.total(self.window).tolist()
+        self.window.zero_()
+        return total / count if count else float("nan")
+
+    @torch.no_grad()
+    def evaluate(self, source: Source) -> dict[str, float]:
+        """Loss and accuracy (in %) on the test images; of the moving average, if there is one."""
+        self.net.eval()
+        self.world.agree(self.net)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with self._averaged(), own_ranges(self.net):
+            for x, y in source.test():
+                x, y = x[self.world.rank :: self.world.size], y[self.world.rank :: self.world.size]
+                with self._autocast():
+                    output = self._forward(x)
+                loss = cross_entropy(output.float(), y, reduction="sum")
+                sums += torch.stack([loss.double(), (output.argmax(1) == y).sum().double(), sums.new_tensor(len(y))])
+            self.world.settle(self.wrapped)
+        self.net.train()
+        loss_sum, right, count = self.world.total(sums).tolist()
+        return {"test_loss": loss_sum / count, "accuracy": 100 * right / count}
+
+    def state(self) -> dict[str, Any]:
+        """All of it: tensors, numbers, strings, lists and dicts. The keys "net" and "average" hold the weights."""
+        net, optimizer = self.world.gather(self.net, self.optimizer)
+        kept: dict[str, Any] = {
+            "net": net, "optimizer": optimizer, "scaler": self.scaler.state_dict(), "done": self.done,
+            "window": self.window.tolist(), "ranges": ranges(self.net), "rng": torch.get_rng_state(),
+        }  # fmt: skip
+        if self.average:
+            kept["average"] = self.world.whole(dict(zip(self._names(), self.average, strict=True)))
+        if self.device.type == "cuda":
+            kept["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        return kept
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`: what is computed from here on has the bits of the run that was saved."""
+        self.world.scatter(self.net, self.optimizer, state["net"], state["optimizer"])
+        if self.average:
+            self.world.spread(self.average, [state["average"][name] for name in self._names()])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.done = state["done"]
+        self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
+        set_ranges(self.net, state["ranges"])
+        torch.set_rng_state(state["rng"].cpu())
+        if self.device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.device)
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.net.named_parameters()]
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.wrapped(x if self.recipe.channels_last else x.contiguous())
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = DTYPES.get(self.recipe.amp)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """With the moving average in place of the parameters."""
+        if not self.average:
+            yield
+            return
+        own = [p.detach().clone() for p in self.net.parameters()]
+        for parameter, average in zip(self.net.parameters(), self.average, strict=True):
+            parameter.copy_(average)
+        yield
+        for parameter, value in zip(self.net.parameters(), own, strict=True):
+            parameter.copy_(value)
+
+
+def momentum_nets(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parts of a network that keep their state in fixed point, by name."""
+    for name, module in net.named_modules():
+        hidden = module.__dict__.get("momentum")  # a MomentumStage keeps its network out of the module tree
+        for found in (module, hidden):
+            if isinstance(getattr(found, "range", None), Range):
+                yield name, found
+
+
+def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
+    """The fixed-point ranges in use."""
+    kept = {}
+    for name, found in momentum_nets(net):
+        held = found.range
+        if held.pending:  # on an accelerator the last passes may not have been looked at yet
+            torch.cuda.synchronize()
+        while held.pending:
+            watch, _, outcome = held.pending.pop(0)
+            held._note(watch, outcome)
+            if outcome.raises:
+                check_range(watch.tolist(), outcome.fixed, outcome.limits)
+        kept[name] = [[str(dtype).removeprefix("torch."), f.bits, f.guard] for dtype, f in held.fixed.items()]
+    return kept
+
+
+def set_ranges(net: nn.Module, kept: dict[str, list[list[Any]]]) -> None:
+    """The inverse of `ranges`."""
+    for name, found in momentum_nets(net):
+        dtypes = [(getattr(torch, dtype), bits, guard) for dtype, bits, guard in kept.get(name, [])]
+        found.range.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
+
+
+@contextmanager
+def own_ranges(net: nn.Module) -> Iterator[None]:
+    """Evaluation finds ranges of its own: BatchNorm's statistics lag behind early in training, and with them activations are others."""
+    kept = ranges(net)
+    set_ranges(net, {})
+    try:
+        yield
+        ranges(net)  # look at the last passes while their ranges are in place
+    finally:
+        set_ranges(net, kept)
+
+
+def compile_blocks(net: nn.Module) -> None:
+    """Compile a network in place: a momentum network block by block, another as a whole."""
+    found = [inner for _, inner in momentum_nets(net)]
+    for inner in found:
+        for block in inner.blocks:
+            block.compile()
+    if not found:
+        net.compile()
+
+
+def set_gamma(net: nn.Module, gamma: float) -> None:
+    """Give all momentum stages another γ, from the next pass on; their range is found anew."""
+    for _, inner in momentum_nets(net):
+        if isinstance(inner, MomentumNet):
+            inner.gamma = gamma
+            inner.range.fixed.clear()
+
+
+@contextmanager
+def fast(device: torch.device) -> Iterator[None]:
+    """TF32 and tuned convolutions on a GPU, as before afterwards."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = before[:2]
+        torch.set_float32_matmul_precision(before[2])

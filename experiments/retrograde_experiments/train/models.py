@@ -1,0 +1,60 @@
+"""Networks by name, for images of ImageNet's size or of CIFAR's and below.
+
+    resnet101         18, 34, 50, 101, 152          four stages
+    thin-resnet110    6n + 2 or 9n + 2              three thin stages, small images only
+    revnet101         as many parameters as the resnet of that name
+
+γ = 0 with memory="store" is the plain ResNet, its code and all; γ = 0 with another mode runs it block by block.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from retrograde.nets.resnet import resnet, thin_resnet
+from retrograde.nets.revnet import rev_resnet
+
+from ..errors import ExperimentError
+
+VELOCITIES = {"zero": None, "first": "first"}
+
+
+def build(
+    name: str, *, classes: int, channels: int = 3, size: str = "cifar", gamma: float = 0.9, velocity: str = "zero",
+    memory: str = "auto", verify: str = "off", overflow: str = "raise",
+) -> nn.Module:  # fmt: skip
+    """The network of that name.
+
+    Args:
+        name: see above.
+        classes, channels: of the images.
+        size: "cifar" or "imagenet".
+        gamma: γ; a RevNet has none.
+        velocity: "zero" or "first": v₀ = 0 or f(x₀).
+        memory, verify, overflow: as in `MomentumNet`.
+    """
+    match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)", name)
+    if match is None or velocity not in VELOCITIES:
+        given = f"network {name!r}" if match is None else f"velocity {velocity!r}"
+        raise ExperimentError(
+            f"there is no {given}. Networks: resnet101, thin-resnet110, revnet101; velocities: zero, first."
+        )
+    kind, depth = match[1], int(match[2])
+    options: dict[str, Any] = {"memory": memory, "verify": verify, "overflow": overflow}
+    momentum = {} if gamma == 0 and memory == "store" else {"gamma": gamma, "velocity": VELOCITIES[velocity], **options}
+    try:
+        if kind == "revnet":
+            net: nn.Module = rev_resnet(depth, size=size, classes=classes, **options)
+        elif kind == "resnet":
+            net = resnet(depth, size=size, classes=classes, **momentum)
+        else:
+            net = thin_resnet(depth, classes=classes, **momentum)
+    except ValueError as error:
+        raise ExperimentError(f"{name} cannot be built: {error}") from error
+    if channels != 3:
+        first: Any = net.conv1
+        net.conv1 = nn.Conv2d(channels, first.out_channels, first.kernel_size, first.stride, first.padding, bias=False)
+    return net

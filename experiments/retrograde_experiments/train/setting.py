@@ -1,0 +1,125 @@
+"""What `retrograde train` does, as one frozen dataclass: every field is an option of the command line.
+
+The defaults are the paper's for CIFAR: batch 128, SGD with momentum 0.9, rate 0.01, ÷10 at epoch 180 of 220, weight decay 5e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..data import NAMES
+
+SCHEDULES = ("multistep", "cosine", "onecycle", "constant")
+AMP = ("off", "bf16", "fp16")
+PARALLEL = ("ddp", "fsdp")
+FREE = ("out", "data_dir", "workers", "log_every", "checkpoint_every", "keep", "memory", "tensorboard", "device")
+"""Settings that may change between a start and the next: none of them changes what is computed."""
+
+
+def _option(default: Any, words: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": words, "choices": choices or None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a network is trained."""
+
+    epochs: int = _option(220, "passes over the training images")
+    batch: int = _option(128, "images per step, over all processes")
+    rate: float = _option(0.01, "learning rate (its largest, for onecycle and cosine)")
+    momentum: float = _option(0.9, "of SGD")
+    nesterov: bool = _option(False, "Nesterov's momentum")
+    weight_decay: float = _option(5e-4, "on every parameter")
+    schedule: str = _option("multistep", "of the rate", *SCHEDULES)
+    milestones: tuple[int, ...] = _option((180,), "epochs at which multistep multiplies the rate by --factor")
+    factor: float = _option(0.1, "of multistep")
+    warmup: float = _option(0.0, "epochs of linear increase at the start (onecycle: 30 %% of the epochs unless given)")
+    smoothing: float = _option(0.0, "of labels")
+    amp: str = _option("off", "automatic mixed precision", *AMP)
+    channels_last: bool = _option(False, "memory format of images and convolutions")
+    compile: bool = _option(False, "torch.compile the network (momentum networks: each block)")
+    accumulate: int = _option(1, "parts that a batch is taken in, one after the other")
+    ema: float = _option(0.0, "decay of an exponential moving average of the weights, which is then evaluated; 0: off")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("schedule", SCHEDULES), ("amp", AMP)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        for name in ("epochs", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch must be a multiple of accumulate; got {self.batch} and {self.accumulate}.")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be from 0 (off) to below 1; got {self.ema}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Recipe):
+    """What is trained, on what, and where the run is kept."""
+
+    model: str = _option("resnet101", "resnet18 … resnet152, thin-resnet20 … thin-resnet1202, revnet18 … revnet152")
+    data: str = _option("cifar10", "the images", *NAMES, "folder")
+    data_dir: str | None = _option(None, "where they are (default: $RETROGRADE_DATA, or data)")
+    gamma: float = _option(0.9, "γ of the momentum network; 0 with --memory store is the plain ResNet")
+    velocity: str = _option("zero", "v₀: 0, or f(x₀) of each stage's first block", "zero", "first")
+    memory: str = _option("auto", "how activations are remembered", "reverse", "checkpoint", "store", "auto")
+    verify: str = _option("off", "check that backward rewound the network", "off", "end", "blocks")
+    seed: int = _option(0, "of the weights, the order of the images and what is done to them")
+    limit: int | None = _option(None, "use the first so many training images only")
+    image_size: int = _option(224, "pixels, for folders of images")
+    augment: bool = _option(True, "shift and flip the training images")
+    workers: int = _option(4, "processes that decode folders of images")
+    device: str = _option("auto", "cpu, cuda, cuda:1; auto: cuda where there is one")
+    parallel: str = _option("ddp", "over the processes of torchrun", *PARALLEL)
+    out: str = _option("out/train", "folder of the run; a run that is there goes on")
+    resume: str | None = _option(None, "a checkpoint of the run to go on from, instead of its newest")
+    log_every: int = _option(50, "steps between lines of the log")
+    checkpoint_every: int = _option(0, "steps between checkpoints, besides the one after each epoch")
+    keep: int = _option(2, "checkpoints kept")
+    tensorboard: bool = _option(True, "also log for TensorBoard")
+
+
+def parse(arguments: list[str] | None = None, prog: str = "retrograde train") -> Setting:
+    """The setting from the command line."""
+    parser = argparse.ArgumentParser(
+        prog=prog, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a residual network, plain or as a momentum network. The same command goes on with a run that was "
+        "interrupted, to the same losses. Under torchrun: DDP or FSDP2.",
+    )  # fmt: skip
+    hints = typing.get_type_hints(Setting)
+    for part in (Setting, Recipe):
+        group = parser.add_argument_group("how" if part is Recipe else "what and where")
+        inherited = {f.name for f in dataclasses.fields(Recipe)} if part is Setting else set()
+        for option in dataclasses.fields(part):
+            if option.name not in inherited:
+                _add(group, option, hints[option.name])
+    try:
+        return Setting(**vars(parser.parse_args(arguments)))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
+    name, words = f"--{option.name.replace('_', '-')}", option.metadata["help"]
+    settings: dict[str, Any] = {"default": option.default, "help": words}
+    if hint is bool:
+        group.add_argument(name, action=argparse.BooleanOptionalAction, **settings)
+    elif typing.get_origin(hint) is tuple:
+        group.add_argument(name, type=int, nargs="*", **settings)
+    else:
+        if typing.get_origin(hint) is types.UnionType:
+            hint = typing.get_args(hint)[0]
+        group.add_argument(name, type=hint, choices=option.metadata["choices"], **settings)
+
+
+def fixed(setting: Setting) -> dict[str, Any]:
+    """What must stay the same for a run to go on, as JSON holds it."""
+    values = dataclasses.asdict(setting)
+    values["milestones"] = list(values["milestones"])
+    return {name: value for name, value in values.items() if name not in (*FREE, "resume")}

@@ -1,0 +1,38 @@
+"""One training step of a model, as everything that it leaves behind, and what a model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """Output, gradients, buffers and the next random number of a training step from a fixed random state. Gradients are
+    cleared and buffers put back afterwards, so that the next step begins where this one did."""
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    torch.manual_seed(7)
+    y = call(model)
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    found = {"output": y.detach(), "next random": torch.rand(1)}
+    found |= {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    model.zero_grad()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    return found
+
+
+def anatomy(model: nn.Module) -> dict[str, Any]:
+    """Classes, attributes, hooks, parameters and values of a model: what `convert` must leave alone when it fails."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = {
+            key: len(value) for key, value in module.__dict__.items() if "hooks" in key and hasattr(value, "__len__")
+        }
+        found[path] = (type(module), sorted(module.__dict__), own, module.training)
+    found["parameters"] = [(name, id(p), p.requires_grad) for name, p in model.named_parameters()]
+    return found

@@ -1,0 +1,140 @@
+"""What cannot be converted says so, and is left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conversion import anatomy
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.extras import require
+
+
+def encoder(layers: int = 3) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), layers)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Half(nn.Module):
+    """Residual, but every second one leaves out half of the channels."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.linear, self.halves = nn.Linear(8, 8), halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.linear(x)
+        return y[..., :4] if self.halves else y
+
+
+def resnet() -> Any:
+    models = require("torchvision.models")
+    return models.resnet.ResNet(models.resnet.Bottleneck, [2, 2, 1, 1], width_per_group=4)
+
+
+X = torch.randn(2, 5, 8)
+WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "nothing to convert": (Plain, {}, ValueError, r"no run of 2 or more residual blocks.*layers: 3 × Linear[^$]*an example"),
+    "nothing in a trial": (Plain, {"example": X}, ValueError, r"no run of 2 or more"),
+    "path": (encoder, {"stages": ["layer"]}, ValueError, r"'layer'. Did you mean 'layers'"),
+    "nested path": (encoder, {"stages": ["layers.0.self_atn"]}, ValueError, r"Did you mean 'layers.0.self_attn'"),
+    "shape by class": (resnet, {"stages": ["layer2"]}, ValueError, r"layer2.0 changes the shape.*Leave it out"),
+    "shape by trial": (
+        lambda: nn.Sequential(Half(False), Half(True)), {"stages": ["0", "1"], "example": X}, ValueError,
+        r"\(2, 5, 8\) to \(2, 5, 4\)",
+    ),
+    "not a model": (lambda: 3, {}, TypeError, "must be an nn.Module; got int"),
+    "empty": (nn.ModuleList, {}, ValueError, "empty"),
+    "gamma": (encoder, {"gamma": 1.5}, ValueError, "1.5"),
+    "gammas": (encoder, {"gamma": [0.9, 0.8]}, ValueError, "2"),
+    "gamma 0 in reverse": (encoder, {"gamma": 0, "memory": "reverse"}, ValueError, "cannot be run in reverse"),
+    "memory": (encoder, {"memory": "less"}, ValueError, "'reverse', 'checkpoint', 'store', 'auto'; got 'less'"),
+    "form": (encoder, {"form": "blocks"}, ValueError, "form must be one of"),
+    "verify": (encoder, {"verify": True}, ValueError, "verify must be one of"),
+    "overflow": (encoder, {"overflow": "ignore"}, ValueError, "overflow must be one of"),
+    "velocity": (encoder, {"velocity": "last"}, ValueError, "velocity must be one of"),
+    "fraction bits": (encoder, {"fraction_bits": 200}, ValueError, "fraction_bits must be"),
+    "a stage twice": (encoder, {"stages": ["layers", "layers.0"]}, ValueError, "layers.0 is in two of the stages"),
+    "another form": (encoder, {"stages": ["layers"], "form": "branch", "example": X}, ValueError, "pass form='block'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refused_and_untouched(name: str) -> None:
+    make, options, error, says = WRONG[name]
+    model = make()
+    before = anatomy(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=f"(?s){says}"):
+        rg.convert(model, **options)
+    assert before is None or anatomy(model) == before
+
+
+def test_already_converted() -> None:
+    model = rg.convert(encoder())
+    before = anatomy(model)
+    with pytest.raises(ValueError, match=r"already converted.*rg\.revert"):
+        rg.convert(model)
+    with pytest.raises(ValueError, match=r"layers\.0 is already converted"):
+        rg.convert(model, stages=["layers"])
+    assert anatomy(model) == before
+
+
+def test_not_converted() -> None:
+    with pytest.raises(ValueError, match="this TransformerEncoder is not converted"):
+        rg.revert(encoder())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_and_compiled() -> None:
+    scripted = torch.jit.trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), X)
+    with pytest.raises(TypeError, match="scripted"):
+        rg.convert(scripted)
+    with pytest.raises(TypeError, match="compiled"):
+        rg.convert(torch.compile(encoder(), backend="eager"))  # type: ignore[arg-type]
+    model = encoder()
+    model.layers[1].compile(backend="eager")
+    before = anatomy(model)
+    with pytest.raises(TypeError, match=r"layers\.1 is compiled in place"):
+        rg.convert(model)
+    assert anatomy(model) == before
+    inner = encoder()
+    inner.layers[1] = torch.compile(inner.layers[1], backend="eager")
+    with pytest.raises(TypeError, match=r"layers\.1 is compiled"):
+        rg.convert(inner, stages=["layers"])
+
+
+def test_forward_replaced_on_the_object() -> None:
+    model = encoder()
+    model.layers[2].forward = model.layers[2].forward
+    with pytest.raises(TypeError, match=r"forward of layers\.2 was replaced"):
+        rg.convert(model)
+
+
+def test_a_block_that_returns_another_shape_says_which() -> None:
+    model = nn.Sequential(Half(False), Half(True), nn.Linear(4, 1))
+    rg.convert(model, stages=["[01]"])
+    with pytest.raises(ValueError, match=r"1 turned a \(2, 5, 8\).*into a \(2, 5, 4\)"):
+        model(X)
+    rg.revert(model)
+    assert model(X).shape == (2, 5, 1)
+
+
+def test_called_without_its_input_or_with_integers() -> None:
+    model: Any = rg.convert(encoder())
+    with pytest.raises(TypeError, match=r"layers\.0 was called without its input 'src'"):
+        model.layers[0](mask=None)
+    with pytest.raises(TypeError, match="floating-point"):
+        model.layers[0](torch.ones(2, 5, 8, dtype=torch.int64))

@@ -1,0 +1,208 @@
+"""`plan`: what it lists, how near its bytes are to measured ones, how it prints, and that it touches nothing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, SMALL, hf, tv
+from conversion import anatomy
+from torch import nn
+
+import retrograde as rg
+
+
+def encoder(layers: int = 8) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def resnet() -> nn.Module:
+    model: nn.Module = tv.resnet.ResNet(tv.resnet.Bottleneck, [3, 4, 2, 1], width_per_group=4)
+    return model
+
+
+def llama() -> nn.Module:
+    config = hf.LlamaConfig(**SMALL | {"num_hidden_layers": 6}, use_cache=False)
+    model: nn.Module = hf.LlamaForCausalLM(config)
+    return model
+
+
+def gpt2() -> nn.Module:
+    config = hf.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=6, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model: nn.Module = hf.GPT2LMHeadModel(config)
+    return model
+
+
+def vit() -> nn.Module:
+    model: nn.Module = tv.VisionTransformer(64, 8, 6, 2, 32, 64, num_classes=5)
+    return model
+
+
+TEXT = {
+    "input_ids": torch.randint(3, 60, (8, 48)),
+    "attention_mask": torch.arange(48)[None] < torch.linspace(20, 48, 8)[:, None],
+}
+MEASURED: dict[str, tuple[Any, Any]] = {
+    "torch encoder": (encoder, torch.randn(8, 64, 32)),
+    "llama": (llama, TEXT),
+    "gpt2": (gpt2, TEXT),
+    "torchvision vit": (vit, torch.randn(4, 3, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_prediction_against_measurement(name: str) -> None:
+    make, example = MEASURED[name]
+    model = make()
+    plan = rg.plan(model, example)
+    measured = {"plain": rg.measure(model, example, repeats=1)}
+    for way in ("checkpoint", "reverse", "auto"):
+        rg.convert(model, gamma=0 if way == "checkpoint" else 0.9, memory=way)
+        measured[way] = rg.measure(model, example, repeats=1)
+        rg.revert(model)
+    for way, report in measured.items():
+        assert plan.peaks[way].held == pytest.approx(report.held, rel=0.02), way
+        assert plan.peaks[way].peak == pytest.approx(report.peak, rel=0.10), way
+
+
+@pytest.mark.parametrize("name", [*MEASURED, "resnet", "timm vit_tiny"])
+def test_auto_is_never_above_checkpoint(name: str) -> None:
+    if name == "resnet":
+        make, example = resnet, torch.randn(4, 3, 32, 32)
+    elif name in MEASURED:
+        make, example = MEASURED[name]
+    else:
+        make, example = ARCHITECTURES[name].make, ARCHITECTURES[name].example
+    plan = rg.plan(make(), example)
+    assert plan.peaks["auto"].held <= plan.peaks["checkpoint"].held
+    assert plan.peaks["auto"].peak <= plan.peaks["checkpoint"].peak
+    assert plan.peaks["auto"].peak < plan.peaks["plain"].peak
+
+
+def test_rows_and_reasons() -> None:
+    plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32), memory="reverse")
+    assert [(row.path, row.blocks, row.form, row.mode) for row in plan.stages] == [
+        ("layer1.1-2", 2, "block", "reverse"),
+        ("layer2.1-3", 3, "block", "reverse"),
+    ]
+    assert {row.path: row.mode for row in plan.left} == dict.fromkeys(
+        ["layer1.0", "layer2.0", "layer3.0", "layer3.1", "layer4.0"], "checkpoint"
+    )
+    reasons = {row.path: row.reason for row in plan.left}
+    assert "downsample" in reasons["layer2.0"]
+    assert reasons["layer3.1"]
+    assert [row.path for row in plan.rows] == sorted(row.path for row in plan.rows)
+    assert all(row.kept < row.plain for row in plan.rows)
+
+
+def test_modes_asked_for() -> None:
+    stored = rg.plan(encoder(), torch.randn(8, 64, 32), memory="store")
+    assert stored.peaks["store"].held > stored.peaks["checkpoint"].held
+    assert [row.mode for row in stored.rows] == ["store"]
+    assert set(rg.plan(encoder(), torch.randn(8, 64, 32)).peaks) == {"plain", "checkpoint", "reverse", "auto"}
+
+
+def test_auto_takes_what_holds_less() -> None:
+    modes = {n: rg.plan(encoder(n), torch.randn(8, 64, 32)).stages[0].mode for n in (2, 8)}
+    assert modes == {2: "checkpoint", 8: "reverse"}  # two inputs of 4 bytes, or 9 bytes of integers
+
+
+def test_reverse_does_not_grow_with_depth() -> None:
+    x = torch.randn(8, 64, 32)
+    plans = [rg.plan(encoder(layers), x) for layers in (8, 16)]
+    shallow, deep = (plan.peaks for plan in plans)
+    assert deep["reverse"].held == pytest.approx(
+        shallow["reverse"].held, rel=0.001
+    )  # the range is watched layer by layer
+    assert deep["checkpoint"].held > 1.5 * shallow["checkpoint"].held
+    assert deep["plain"].held > 1.5 * shallow["plain"].held
+
+
+def test_printed() -> None:
+    plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32))
+    title, _, header, *lines = str(plan).splitlines()
+    assert title == "ResNet: 5 blocks in 2 momentum stages, gamma = 0.9"
+    table = lines[: lines.index("")]
+    assert len(table) == len(plan.rows)
+    for column in ("form", "mode"):  # text begins where its header does; numbers end there
+        at = header.index(column)
+        assert all(line[at - 1] == " " and line[at] != " " for line in table)
+    end = header.index("plain keeps") + len("plain keeps")
+    assert all(line[end - 1] != " " and line[end] == " " for line in table)
+    assert "parameters" in lines[-1]
+
+
+class Tables(HTMLParser):
+    VOID = ("br", "hr", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows = 0
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        self.rows += tag == "tr"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html() -> None:
+    plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32))
+    page = plan._repr_html_()
+    parser = Tables()
+    parser.feed(page)
+    assert not parser.open
+    assert parser.rows == len(plan.rows) + 1 + len(plan.peaks) + 1
+    assert all(row.path in page for row in plan.rows)
+    assert not re.search(r"<(?!/?(p|b|table|thead|tbody|tr|th|td)>)", page)
+
+
+def test_the_model_is_untouched() -> None:
+    model = resnet()
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+    before, state = anatomy(model), {name: value.clone() for name, value in model.state_dict().items()}
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    values = [g.clone() for g in grads]
+    torch.manual_seed(3)
+    rg.plan(model, torch.ones(4, 3, 32, 32))
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert anatomy(model) == before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert all(torch.equal(g, v) for g, v in zip(grads, values, strict=True))
+
+
+def test_a_model_found_by_trial() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.linear(x))
+
+    plan = rg.plan(nn.Sequential(*[Block() for _ in range(12)]), torch.randn(64, 16), memory="reverse")
+    assert [(row.path, row.blocks) for row in plan.stages] == [("0-11", 12)]
+    assert plan.peaks["reverse"].held < plan.peaks["plain"].held
+
+
+def test_wrong_options_leave_the_model_alone() -> None:
+    model = encoder()
+    before = anatomy(model)
+    for wrong in ({"memory": "none"}, {"stages": ["layer"]}, {"gamma": 2}):
+        with pytest.raises(ValueError, match=r"got|Did you mean|2"):
+            rg.plan(model, torch.randn(8, 64, 32), **wrong)
+    with pytest.raises(AssertionError, match="expecting embedding dimension"):  # the model itself fails on it
+        rg.plan(model, torch.randn(8, 64, 7))
+    assert anatomy(model) == before

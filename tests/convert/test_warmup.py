@@ -1,0 +1,176 @@
+"""γ warm-up from a plain loop, under Lightning and under the Trainer of transformers."""
+
+from __future__ import annotations
+
+import warnings
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversion import step
+from torch import Tensor, nn
+
+import retrograde as rg
+from problems import assert_same_bits
+from retrograde.convert import lightning_callback, trainer_callback
+from retrograde.convert.convert import stages_of
+from retrograde.extras import require
+
+X = torch.linspace(-2, 2, 80).view(2, 5, 8)
+
+
+def encoder(layers: int = 4) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def gamma_of(model: nn.Module) -> Any:
+    return stages_of(model)[0].gamma
+
+
+def test_from_the_plain_network_to_the_converted_one() -> None:
+    model = encoder()
+    plain = step(model, lambda m: m(X))
+    final = step(rg.convert(model, gamma=0.9, memory="reverse"), lambda m: m(X))
+    warmup = rg.GammaWarmup(model, steps=3)
+    assert_same_bits(step(model, lambda m: m(X)), plain)
+    seen = []
+    for _ in range(5):
+        seen.append(warmup.step())
+        found = step(model, lambda m: m(X))
+    assert seen == [Fraction(3, 10), Fraction(3, 5), Fraction(9, 10), Fraction(9, 10), Fraction(9, 10)]
+    assert gamma_of(model) == Fraction(9, 10)
+    assert_same_bits(found, final)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_every_gamma_on_the_way_is_reversible(shape: str, start: float) -> None:
+    model = encoder()
+    seen: dict[str, list[Any]] = {}
+    for mode in ("store", "reverse"):
+        rg.convert(model, gamma=0.9, memory=mode)
+        warmup = rg.GammaWarmup(model, 4, start=start, shape=shape)
+        gammas = [warmup.gamma]
+        found = [step(model, lambda m: m(X))]
+        for _ in range(4):
+            gammas.append(warmup.step())
+            found.append(step(model, lambda m: m(X)))
+        assert gammas == sorted(gammas)
+        assert gammas[0] == Fraction(start).limit_denominator(100)
+        seen[mode] = found
+        rg.revert(model)
+    for a, b in zip(*seen.values(), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_several_stages_and_gammas() -> None:
+    model = nn.ModuleList([rg.convert(encoder(), gamma=0.5), rg.convert(encoder(2), gamma=[0.9, 0.8])])
+    warmup = rg.GammaWarmup(model, 2)
+    warmup.step()
+    assert [stage.gamma for stage in stages_of(model)] == [Fraction(1, 4), (Fraction(9, 20), Fraction(2, 5))]
+
+
+def test_resumed() -> None:
+    model = rg.convert(encoder())
+    warmup = rg.GammaWarmup(model, 10, shape="cosine")
+    for _ in range(4):
+        warmup.step()
+    other = rg.convert(encoder())
+    resumed = rg.GammaWarmup(other, 10)
+    resumed.load_state_dict(warmup.state_dict())
+    assert gamma_of(other) == gamma_of(model)
+    assert [resumed.step() for _ in range(7)] == [warmup.step() for _ in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"steps": 0}, "at least 1; got 0"),
+        ({"steps": 2.5}, "whole number"),
+        ({"steps": 3, "shape": "square"}, "'linear', 'cosine'; got 'square'"),
+        ({"steps": 3, "start": 2.0}, r"in \[0, 1\]; got 2.0"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], says: str) -> None:
+    model = rg.convert(encoder())
+    with pytest.raises(ValueError, match=says):
+        rg.GammaWarmup(model, **options)
+    assert gamma_of(model) == Fraction(9, 10)
+
+
+def test_a_model_that_is_not_converted() -> None:
+    with pytest.raises(ValueError, match="not converted"):
+        rg.GammaWarmup(encoder(), 3)
+
+
+def _lightning() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return require("lightning")
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of loggers, workers and paths
+def test_lightning(tmp_path: Path) -> None:
+    lightning = _lightning()
+    gammas: list[Any] = []
+
+    class Task(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = rg.convert(encoder(), memory="reverse")
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            gammas.append(gamma_of(self))
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X.repeat(4, 1, 1)), 2)
+
+    def trainer(**options: Any) -> Any:
+        return lightning.Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[lightning_callback(6)],
+            default_root_dir=tmp_path, enable_checkpointing=False, **options,
+        )  # fmt: skip
+
+    first = trainer(max_steps=4)
+    first.fit(Task(), data)
+    first.save_checkpoint(tmp_path / "four.ckpt")
+    trainer(max_steps=8).fit(Task(), data, ckpt_path=tmp_path / "four.ckpt", weights_only=False)
+    expected = [Fraction(9, 10) * Fraction(min(t, 6), 6) for t in range(8)]
+    assert gammas == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # the Trainer's, of pinned memory
+def test_trainer_of_transformers(tmp_path: Path) -> None:
+    hf = require("transformers")
+    gammas: list[Any] = []
+
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = rg.convert(encoder(), memory="reverse")
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            gammas.append(gamma_of(self))
+            y = self.net(x)
+            return {"loss": y.square().mean(), "logits": y}
+
+    def trainer(steps: int) -> Any:
+        return hf.Trainer(
+            Task(),
+            hf.TrainingArguments(
+                str(tmp_path), max_steps=steps, per_device_train_batch_size=2, save_steps=4, report_to=[], use_cpu=True,
+                disable_tqdm=True, logging_strategy="no", save_only_model=False,
+            ),
+            train_dataset=[{"x": x} for x in X.repeat(8, 1, 1)],
+            callbacks=[trainer_callback(6)],
+        )  # fmt: skip
+
+    trainer(4).train()
+    trainer(8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert gammas == [Fraction(9, 10) * Fraction(min(t, 6), 6) for t in range(8)]

@@ -1,0 +1,144 @@
+"""A run killed at any moment goes on, and ends with the metrics of one that was never killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from retrograde_experiments import dynamics, lista, rings
+from retrograde_experiments.checkpoint import Checkpoint, restore, state_of
+from retrograde_experiments.progress import Quiet
+from retrograde_experiments.run import Context
+
+RUN = """
+import sys
+from pathlib import Path
+import torch
+from retrograde_experiments.config import override, preset
+from retrograde_experiments.progress import Quiet
+from retrograde_experiments.registry import load
+from retrograde_experiments.run import reproduce
+
+class Told(Quiet):
+    def step(self, note=""):
+        print("step", flush=True)
+
+name, out, *changes = sys.argv[1:]
+torch.set_num_threads(1)
+config = override(preset(load(name).Config, "smoke"), changes)
+print("ready", flush=True)
+reproduce(name, config, Path(out), Told(), every=0.0)
+"""
+CHANGES = ["steps=10", "starts=2", "trial=2", "repeats=2", "points=20", "test_points=50", "drawn=8"]
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, "rings", str(out), *CHANGES]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def lines(out: Path) -> list[str]:
+    """The metrics, without when and where."""
+    read = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [json.dumps({"key": line["key"], "values": line["values"]}) for line in read]
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = start(whole)
+    process.communicate()
+    assert process.returncode == 0
+
+    moments = random.Random(0)
+    kills = 0
+    for attempt in range(12):
+        process = start(broken)
+        assert process.stdout is not None
+        seen = 0
+        until = (
+            moments.randrange(1, 12) if attempt < 5 else 10**9
+        )  # steps until the kill: within a unit and between units
+        for text in process.stdout:
+            seen += text.startswith("step")
+            if seen >= until:
+                time.sleep(moments.random() * 0.004)  # anywhere within the step, the checkpoint or the line
+                process.send_signal(signal.SIGKILL)
+                break
+        process.stdout.close()
+        process.wait()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+    assert process.returncode == 0
+    assert kills >= 4
+    assert lines(broken) == lines(whole)
+    assert list((broken / "checkpoints").iterdir()) == []
+
+
+class Killed(Exception):
+    pass
+
+
+class Dies(Quiet):
+    """Ends the unit after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def step(self, note: str = "") -> None:
+        self.left -= 1
+        if not self.left:
+            raise Killed
+
+
+@pytest.mark.parametrize(
+    ("module", "unit", "after"),
+    [
+        (dynamics, {"net": "momentum", "seed": 0}, 2),
+        (rings, {"net": "momentum", "seed": 0}, 15),
+        (lista, {"net": "momentum", "depth": 3, "seed": 0}, 5),
+        (lista, {"net": "revnet", "depth": 2, "seed": 0}, 5),
+    ],
+)
+def test_each_trained_unit_resumes_to_the_same_bits(module, unit, after: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    config = module.Config.smoke()
+    if module is dynamics:
+        config = module.Config(warmup=5, rounds=3, points=11, drawn=3)
+
+    def run(name: str, progress: Quiet) -> dict:
+        context = Context(torch.device("cpu"), progress, Checkpoint(tmp_path / name, every=0.0), tmp_path)
+        return module.measure(config, unit, context)
+
+    whole = run("whole.pt", Quiet())
+    with pytest.raises(Killed):
+        run("broken.pt", Dies(after))
+    assert (tmp_path / "broken.pt").exists()
+    assert run("broken.pt", Quiet()) == whole
+
+
+def test_the_range_is_part_of_the_state() -> None:
+    """Two networks with the same parameters and different ranges compute different bits: `state_of` must carry both."""
+    torch.manual_seed(0)
+    net = rg.MomentumNet([nn.Linear(3, 3) for _ in range(4)], memory="store").train()
+    net(torch.full((2, 3), 1000.0))
+    state, x = state_of(net), torch.randn(2, 3)
+    expected = net(x)
+    fresh = rg.MomentumNet([nn.Linear(3, 3) for _ in range(4)], memory="store").train()
+    restore(fresh, state)
+    assert torch.equal(fresh(x), expected)
+    anew = rg.MomentumNet([nn.Linear(3, 3) for _ in range(4)], memory="store").train()
+    anew.load_state_dict(net.state_dict())
+    assert not torch.equal(anew(x), expected)

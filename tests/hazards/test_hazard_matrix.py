@@ -1,0 +1,127 @@
+"""Our column of the hazard matrix: nothing is silently wrong, and whatever raises says what to do."""
+
+import re
+
+import pytest
+import torch
+from hazard_contenders import Checkpoint, Retrograde
+from hazard_list import ALL, THEMES
+from hazard_registry import HAZARDS, Cell, Contender, Hazard, Setting, attempt, judge
+from torch import Tensor, nn
+
+import retrograde as rg
+
+SEEN_BY_VERIFY_ONLY = {
+    "generator_held", "numpy_random", "python_random", "attribute_counts_calls", "tensor_attribute_updated",
+    "mutable_configuration_changed_between", "data_swapped_between", "data_written_between",
+}  # fmt: skip
+WRONG = {"activations_appended": "the survey of the first batch runs the blocks, and their hooks, a first time"}
+REFUSED = {
+    "buffer_replaced", "buffer_updated", "spectral_norm", "quantisation_observer", "growing_cache", "nan_from_a_block",
+    "inf_from_a_block", "parameter_written_between", "optimizer_step_between", "weights_loaded_between", "frozen_between",
+    "unfrozen_between", "buffer_written_between", "optimizer_in_backward_nothing_saved", "extra_input_written_between",
+    "in_place_on_saved_tensor", "complex_numbers", "block_changes_shape", "backward_twice", "own_function_reading_twice",
+    "vmap_over_the_network", "per_sample_gradients", "func_grad", "forward_mode",
+}  # fmt: skip
+COULD_BE_RIGHT = {
+    "optimizer_in_backward_nothing_saved",
+    "frozen_between",
+    "unfrozen_between",
+    "own_function_reading_twice",
+}
+SAYS_TOO_LITTLE = {
+    "in_place_on_saved_tensor": "says what happened, not to use the operation that is not in place",
+    "own_function_reading_twice": "advises retain_graph, which is not what went wrong",
+    "vmap_over_the_network": "torch's own words, about .item()",
+    "per_sample_gradients": "torch's own words, about .item()",
+    "func_grad": "torch's own words, about setup_context",
+    "forward_mode": "torch's own words, about setup_context",
+    "complex_numbers": "says what was given and what is allowed, not what to do",
+}
+MUST_NAME = {
+    "own_function_reading_twice": "saved_tensors", "vmap_over_the_network": "torch.autograd",
+    "per_sample_gradients": "torch.autograd", "func_grad": "torch.autograd", "forward_mode": "torch.autograd",
+}  # fmt: skip
+ACTION = re.compile(
+    r"\b(use|pass|run|make|change|give|set|specify|leave|find|call|keep|wrap|split|names)\b", re.IGNORECASE
+)
+
+
+def marked(h: Hazard) -> object:
+    return pytest.param(
+        h, id=h.name, marks=pytest.mark.xfail(strict=True, reason=WRONG[h.name]) if h.name in WRONG else ()
+    )
+
+
+@pytest.mark.parametrize("h", [marked(h) for h in ALL])
+def test_never_silently_wrong(h: Hazard) -> None:
+    """By default right to the bit, or refused; what only `verify` sees is seen by it."""
+    cell = judge(h, Retrograde("end" if h.name in SEEN_BY_VERIFY_ONLY else "off"))
+    expected = "raises" if h.name in REFUSED | SEEN_BY_VERIFY_ONLY else "right"
+    assert cell.kind == expected or (h.name in COULD_BE_RIGHT and cell.kind == "right"), cell
+
+
+@pytest.mark.parametrize("name", sorted(SEEN_BY_VERIFY_ONLY))
+def test_what_verify_is_for(name: str) -> None:
+    """Off, these are silently wrong: if one no longer is, it belongs in another list."""
+    assert judge(HAZARDS[name], Retrograde("off")).kind == "wrong"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=SAYS_TOO_LITTLE[n]) if n in SAYS_TOO_LITTLE else ())
+        for n in sorted(REFUSED | SEEN_BY_VERIFY_ONLY)
+    ],
+)
+def test_what_raises_says_what_to_do(name: str) -> None:
+    ours = Retrograde("end" if name in SEEN_BY_VERIFY_ONLY else "off")
+    error = attempt(HAZARDS[name], lambda blocks, **options: ours.net(blocks, False, **options), True)
+    if name in COULD_BE_RIGHT and not isinstance(error, Exception):
+        pytest.skip("right by now")
+    assert isinstance(error, Exception)
+    text = str(error)
+    assert len(text) > 60
+    assert ACTION.search(text.partition(". ")[2] or text), text
+    assert MUST_NAME.get(name, "") in text
+
+
+@pytest.mark.parametrize(
+    "name", [h.name for h in ALL if not h.name.startswith("depth_") and h.theme != "precision and range"]
+)
+def test_checkpoint_mode_too(name: str) -> None:
+    """memory="checkpoint" is never silently wrong where "reverse" is not."""
+    if name in SEEN_BY_VERIFY_ONLY | set(WRONG):
+        pytest.skip("seen by verify only, or a known fault")
+    assert judge(HAZARDS[name], Retrograde(memory="checkpoint")).kind in ("right", "raises")
+
+
+def test_there_are_enough_hazards_and_each_has_a_line() -> None:
+    assert len(ALL) >= 60
+    assert {h.theme for h in ALL} == set(THEMES)
+    assert all(h.text and "\n" not in h.text and not h.text.endswith(".") for h in ALL)
+
+
+class Halved(Contender):
+    """A contender whose gradients are half of what they should be, to see that the judge sees."""
+
+    def net(self, blocks: list[nn.Module], stored: bool, **options: object) -> nn.Module:
+        net = Checkpoint().net(blocks, True)
+        if not stored:
+            for p in net.parameters():
+                p.register_hook(lambda g: g * 0.5)
+        return net
+
+
+def test_the_judge_sees_wrong_gradients_errors_and_rounding() -> None:
+    h = HAZARDS["input_without_gradient"]
+    assert judge(h, Halved()) == Cell("wrong", 0.5, "gradient 0") or judge(h, Halved()).error == pytest.approx(0.5)
+
+    def fails(setting: Setting) -> dict[str, Tensor]:
+        raise rg.ReplayError("no")
+
+    assert judge(Hazard("", "", "", fails, False, 0), Checkpoint()).kind == "raises"
+    noise = iter([0.0, 1e-6, 0.0, 1e-2])
+    h = Hazard("", "", "", lambda s: {"gradient": torch.ones(2) + next(noise)}, False, 1e-3)
+    assert judge(h, Checkpoint()).kind == "near"
+    assert judge(h, Checkpoint()).kind == "wrong"

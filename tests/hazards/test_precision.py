@@ -1,0 +1,146 @@
+"""Precision: autocast, loss scaling, dtypes, large numbers, and ranges that follow training."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from problems import Attention, Mlp, float_recurrence
+
+REPLAYING = ["reverse", "checkpoint"]
+
+
+def transformer(depth: int) -> list[nn.Module]:
+    return [
+        Attention(dropout=0.1) if k % 2 else nn.Sequential(nn.LayerNorm(8), Mlp(), nn.Dropout(0.1))
+        for k in range(depth)
+    ]
+
+
+def same_bits(found: list[list[Tensor]]) -> bool:
+    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_transformer_of_depth_50_with_backward_outside(form: str, dtype: torch.dtype) -> None:
+    blocks, x, found = transformer(50), torch.randn(2, 5, 8), []
+    for memory in ("store", *REPLAYING):
+        net = rg.MomentumNet(copy.deepcopy(blocks), form=form, memory=memory, fraction_bits=20, verify="end")
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=dtype):
+            loss = net(x).square().mean()
+        loss.backward()
+        found.append([p.grad for p in net.parameters()])
+    assert same_bits(found)
+    assert all(g.any() for g in found[0])
+
+
+def test_float16_loss_scaling_loop() -> None:
+    """The scale finds its level by overflowing; parameters and scales are those of stored activations."""
+    blocks, found = transformer(8), []
+    data = torch.randn(16, 2, 5, 8)
+    for memory in ("store", *REPLAYING):
+        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
+        torch.manual_seed(2)
+        scales = []
+        for x in data:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = net(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert min(scales) < 2.0**24, "no step overflowed"
+        assert any(b > a for a, b in pairwise(scales)), "no four steps in a row went well"
+        found.append([*net.parameters(), torch.tensor(scales)])
+    assert same_bits(found)
+
+
+def test_overflow_as_nan_lets_the_scaler_skip_the_step() -> None:
+    """A block that overflows now and then in float16: NaN gradients, and the step is skipped."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    net = rg.MomentumNet(blocks, memory="reverse", overflow="nan")
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    for scale, moved in ((float("inf"), False), (1.0, True)):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.randn(3, 8) * scale).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)) != moved
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.slow
+def test_scales_that_drift_a_hundredfold_over_a_thousand_steps() -> None:
+    """The range follows, nothing overflows, and the bits stay those of stored activations."""
+    nets = [rg.MomentumNet([Mlp() for _ in range(3)], memory=memory) for memory in ("store", "reverse")]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x, bits, outputs = torch.randn(4, 8), [], []
+    for _ in range(1000):
+        x, found = x * 100 ** (1 / 1000), []
+        for net in nets:
+            with torch.no_grad():
+                for block in net.blocks:
+                    block.outer.weight.mul_(100 ** (1 / 1000))
+            net.zero_grad()
+            y = net(x)
+            y.square().mean().backward()
+            found.append([y.detach(), *(p.grad for p in net.parameters())])
+        assert same_bits(found)
+        assert nets[0].fraction_bits == nets[1].fraction_bits
+        bits.append(nets[1].fraction_bits)
+        outputs.append(float(y.detach().abs().max()))
+    assert outputs[-1] > 50 * outputs[0]
+    assert bits[-1] <= bits[0] - 5
+    assert len(set(bits)) < 10, "the range moves rarely"
+
+
+DTYPES = [(torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.float16, None)]
+AUTOCAST = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), DTYPES + AUTOCAST)
+@pytest.mark.parametrize("memory", ["store", *REPLAYING])
+def test_dtypes_are_those_of_plain_autograd(dtype: torch.dtype, autocast: torch.dtype | None, memory: str) -> None:
+    blocks, found = [Mlp().to(dtype) for _ in range(3)], []
+    net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory)
+    scale = torch.ones(8, dtype=dtype, requires_grad=True)
+    for run in (lambda x: net(x), lambda x: float_recurrence(blocks, net.gamma, x)):
+        x = torch.randn(3, 8, dtype=dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            y = run(x * scale)
+        y.float().sum().backward()
+        assert x.grad is not None
+        found.append((y.dtype, x.grad.dtype, y.shape, x.grad.shape))
+    assert found[0] == found[1]
+    pairs = zip(net.parameters(), nn.ModuleList(blocks).parameters(), strict=True)
+    assert all(p.grad.dtype == q.grad.dtype == dtype for p, q in pairs)
+
+
+@pytest.mark.parametrize("peak", [1e3, 1e5])
+def test_massive_activations(peak: float) -> None:
+    """A few channels at 1e5, as language models have: 27 bits below the peak are what the other channels are held to."""
+    blocks = [nn.Sequential(nn.LayerNorm(64), Mlp(64, 64)) for _ in range(24)]
+    x = torch.randn(4, 64)
+    x[:, 5], x[:, 17] = peak, -0.3 * peak
+    found = []
+    for memory in ("store", *REPLAYING):
+        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, verify="end")
+        net(x).square().mean().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert same_bits(found)
+    exact = [copy.deepcopy(b).double() for b in blocks]
+    float_recurrence(exact, net.gamma, x.double()).square().mean().backward()
+    errors = [
+        float((g - p.grad).norm() / p.grad.norm())
+        for g, p in zip(found[1], nn.ModuleList(exact).parameters(), strict=True)
+    ]
+    assert max(errors) < 100 * 2.0**-27 * peak

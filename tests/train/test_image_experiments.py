@@ -1,0 +1,188 @@
+"""The experiments on images: their smoke presets run, resume exactly, draw, and say what they found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retrograde_experiments import accuracy_memory, cifar, finetune, gamma, imagenet, memory_batch, ode
+from retrograde_experiments.config import from_json, to_json
+from retrograde_experiments.metrics import Record, read_metrics
+from retrograde_experiments.progress import Quiet
+from retrograde_experiments.registry import load
+from retrograde_experiments.run import reproduce
+from retrograde_experiments.train.learner import Learner
+
+NAMES = ("cifar", "gamma", "accuracy-memory", "ode", "memory-batch", "finetune", "imagenet")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke(name: str, tmp_path: Path) -> None:
+    experiment = load(name)
+    config = experiment.Config.smoke()
+    records = reproduce(name, config, tmp_path, Quiet())
+    assert [r.key for r in records] == experiment.units(config)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    found = experiment.findings(config, records)
+    assert found
+    assert len({finding.what for finding in found}) == len(found)
+    experiment.figure(config, records[:1])  # an unfinished run
+    experiment.findings(config, records[:1])
+    assert experiment.findings(config, []) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_are_written_and_read_and_say_their_setting(name: str) -> None:
+    kind = load(name).Config
+    for preset in ("smoke", "default", "paper"):
+        config = getattr(kind, preset)()
+        assert from_json(kind, json.loads(json.dumps(to_json(config)))) == config
+        assert len(config.setting()) > 60
+    assert "The paper" in kind.default().setting()
+
+
+def test_the_papers_settings() -> None:
+    table2 = cifar.Config.paper().recipe()
+    assert (table2.epochs, table2.batch, table2.rate, table2.milestones, table2.weight_decay) == (
+        220,
+        128,
+        0.01,
+        (180,),
+        5e-4,
+    )
+    assert (cifar.Config.paper().model, cifar.Config.paper().repeats) == ("resnet101", 10)
+    large = imagenet.Config.paper().recipe()
+    assert (large.epochs, large.batch, large.rate, large.milestones, large.weight_decay) == (
+        100,
+        256,
+        0.1,
+        (30, 60, 90),
+        1e-4,
+    )
+    assert (
+        ode.Config.paper().epochs,
+        ode.Config.paper().rate,
+        ode.Config.paper().milestones,
+        ode.Config.paper().blocks,
+    ) == (120, 0.1, (60,), 10)
+    assert memory_batch.Config.paper().nets == ("resnet152 imagenet", "thin-resnet1202 cifar")
+    assert gamma.Config.paper().refit == 20
+
+
+@pytest.mark.parametrize(("name", "steps"), [("cifar", 6), ("gamma", 8)])
+def test_broken_off_and_resumed_the_metrics_are_the_same(
+    name: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(name).Config.smoke()
+    reproduce(name, config, tmp_path / "whole", Quiet(), every=0)
+    real: Callable[..., None] = Learner.step
+    left = [steps]
+
+    def stepping(self: Learner, x: torch.Tensor, y: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(self, x, y)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "step", stepping)
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(name, config, tmp_path / "halved", Quiet(), every=0)
+    assert len(read_metrics(tmp_path / "halved")) < len(read_metrics(tmp_path / "whole"))
+    reproduce(name, config, tmp_path / "halved", Quiet(), every=0)
+    one, other = (_values(read_metrics(tmp_path / run)) for run in ("whole", "halved"))
+    assert one == other
+
+
+def _values(records: list[Record]) -> list[dict[str, Any]]:
+    """What must be the same: seconds are not."""
+    return [{name: value for name, value in record.values.items() if name != "seconds"} for record in records]
+
+
+def test_the_largest_batch_is_found_to_3_percent() -> None:
+    for room in (1, 7, 100, 1000, 5000):
+        found = memory_batch.largest_fitting(lambda batch, room=room: batch if batch <= room else None, 1, 4096)  # type: ignore[misc]
+        assert min(room, 4096) * 0.96 <= found <= min(room, 4096)
+    assert memory_batch.largest_fitting(lambda batch: None, 1, 64) == 0
+
+
+def test_repeats_side_by_side_share_nothing() -> None:
+    config = replace(ode.Config.smoke(), repeats=2, solver="rk4", steps=1, gradient="direct")
+    net = ode.Side(config, "second", channels=2, colours=1, classes=10)
+    x = torch.randn(4, 2, 8, 8)
+    before = net(x)
+    changed = x.clone()
+    changed[:, 1] += 1  # the image of the second repeat
+    after = net(changed)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+    net(x)[0].sum().backward()
+    assert all(p.grad is not None and not p.grad.chunk(2)[1].any() for p in net.parameters())
+
+
+def test_a_checkpointed_block_moves_the_statistics_once() -> None:
+    torch.manual_seed(0)
+    plain, checkpointed = (memory_batch.network("thin-resnet14 cifar", way, 0.9) for way in ("resnet", "checkpoint"))
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        other.data.copy_(one.data)
+    x = torch.randn(2, 3, 32, 32)
+    outputs = [net(x) for net in (plain, checkpointed)]
+    for output in outputs:
+        output.sum().backward()
+    assert torch.equal(*outputs)
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    means = [[b for name, b in net.named_buffers() if "running" in name] for net in (plain, checkpointed)]
+    assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
+
+
+def test_momentum_needs_less_memory_than_checkpointing_where_stages_are_deep() -> None:
+    config, device = memory_batch.Config.smoke(), torch.device("cpu")
+    needed = {}
+    for way in memory_batch.WAYS:
+        net = memory_batch.network("thin-resnet44 cifar", way, 0.9)
+        net(torch.randn(1, 3, 32, 32))  # finds the range, which takes memory of its own
+        needed[way] = memory_batch.step_memory(net, 4, 32, 10, replace(config, budget_gb=None), device)
+    assert needed["momentum"] < needed["checkpoint"] < needed["resnet"]  # type: ignore[operator]
+    assert memory_batch.step_memory(net, 2, 32, 10, replace(config, budget_gb=1e-3), device) is None
+
+
+def test_statistics_anew_are_the_mean_over_batches() -> None:
+    from retrograde_experiments.data.batches import Resident
+    from retrograde_experiments.train import Recipe, build
+    from retrograde_experiments.train.unit import small_set
+
+    source = Resident(small_set("digits"), 32, limit=64, augment=False)
+    learner = Learner(
+        build("thin-resnet8", classes=10, channels=1, gamma=0, memory="store"), Recipe(epochs=1, batch=32), 2
+    )
+    gamma.statistics_anew(learner, source)
+    net: Any = learner.net
+    batches = [x.contiguous() for x, _ in source.epoch(0)]
+    with torch.no_grad():
+        expected = torch.stack([net.conv1(x).mean((0, 2, 3)) for x in batches]).mean(0)
+    torch.testing.assert_close(net.bn1.running_mean, expected)
+    assert net.bn1.momentum == 0.1
+
+
+def test_gamma_rises_to_its_value() -> None:
+    config = finetune.Config.default()
+    rising = [finetune.risen(config, step, 10) for step in range(80)]
+    assert rising[0] == 0.1
+    assert rising == sorted(rising)
+    assert set(rising[10 * config.warm :]) == {0.9}
+
+
+def test_what_holds_for_the_accuracy_over_memory() -> None:
+    config = accuracy_memory.Config.default()
+    rows = [(0.0, 92.0, 900), (0.25, 91.0, 300), (0.9, 92.5, 200)]
+    records = [Record({"gamma": g, "seed": 0}, {"accuracy": a, "peak": p}, {}) for g, a, p in rows]
+    assert [f.met for f in accuracy_memory.findings(config, records)] == [True, None, None]
+    worse = [*records, Record({"gamma": 0.5, "seed": 0}, {"accuracy": 80.0, "peak": 250}, {})]
+    assert accuracy_memory.findings(config, worse)[0].met is False
