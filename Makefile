@@ -4,13 +4,16 @@ VENV   ?= .venv
 READY  := $(VENV)/.ready
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check bench-cpu clean
+.PHONY: demo test check fuzz bench-cpu bench-smoke clean
 
 demo: $(READY)          ## train one network three ways on real digits; table and figure
 	$(BIN)/retrograde demo
 
 test: $(READY)          ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(READY)          ## random networks for an hour, reverse against stored, bit for bit
+	$(BIN)/python tests/fuzz/run.py --minutes 60
 
 check: $(READY)         ## lint and types
 	$(BIN)/ruff check .
@@ -19,6 +22,9 @@ check: $(READY)         ## lint and types
 
 bench-cpu: $(READY)     ## step time and peak memory against checkpointing, on this machine's CPU
 	$(BIN)/python benchmarks/cpu_step.py
+
+bench-smoke: $(READY)   ## every method of the benchmark on small networks
+	$(BIN)/python benchmarks/step.py run --size smoke --without '*compile*'
 
 $(READY): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)

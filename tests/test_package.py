@@ -54,7 +54,7 @@ def test_imports_point_down(layer: str) -> None:
 
 def test_core_is_read_in_one_sitting() -> None:
     sizes = {path.name: len(path.read_text().splitlines()) for path in (SOURCE / "core").glob("*.py")}
-    assert sum(sizes.values()) < 900
+    assert sum(sizes.values()) < 950
     assert max(sizes.values()) <= 250
 
 

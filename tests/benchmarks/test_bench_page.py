@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+import retrograde as rg
 from retrograde_bench import bits, page, record
 from retrograde_bench.methods import methods
 from retrograde_bench.record import Row
 from retrograde_bench.show import aligned, lines
-from torch import nn
-
-import retrograde as rg
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import retrograde_bench.methods as methods_module
 import torch
+from torch import Tensor, nn
+
+import retrograde_bench.methods as methods_module
 from retrograde_bench import commands, record
 from retrograde_bench.cases import Case, cases
 from retrograde_bench.methods import Method, Setup, choose, methods
 from retrograde_bench.record import Row
 from retrograde_bench.runner import Options, run_case
 from retrograde_bench.step import Agreement, largest_batch, peak, training_step, zero_gradients
-from torch import Tensor, nn
 
 EAGER = (
     "plain",

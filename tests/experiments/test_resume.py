@@ -107,7 +107,7 @@ class Dies(Quiet):
 @pytest.mark.parametrize(
     ("module", "unit", "after"),
     [
-        (dynamics, {"net": "momentum", "seed": 0}, 2),
+        (dynamics, {"net": "momentum", "seed": 0}, 7),
         (rings, {"net": "momentum", "seed": 0}, 15),
         (lista, {"net": "momentum", "depth": 3, "seed": 0}, 5),
         (lista, {"net": "revnet", "depth": 2, "seed": 0}, 5),
@@ -116,7 +116,7 @@ class Dies(Quiet):
 def test_each_trained_unit_resumes_to_the_same_bits(module, unit, after: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     config = module.Config.smoke()
     if module is dynamics:
-        config = module.Config(warmup=5, rounds=3, points=11, drawn=3)
+        config = module.Config(steps=12, points=11, drawn=3)
 
     def run(name: str, progress: Quiet) -> dict:
         context = Context(torch.device("cpu"), progress, Checkpoint(tmp_path / name, every=0.0), tmp_path)

@@ -59,7 +59,9 @@ def plan(
 
     for name, value, allowed in (("amp", amp, planning.AMP), ("optimizer", optimizer, planning.OPTIMIZERS)):
         if value not in allowed:
-            raise typer.BadParameter(f"must be one of {', '.join(filter(None, allowed))}; got {value!r}.", param_hint=f"--{name}")
+            raise typer.BadParameter(
+                f"must be one of {', '.join(filter(None, allowed))}; got {value!r}.", param_hint=f"--{name}"
+            )
     try:
         planning.main(model, batch, size, gamma, budget, amp, optimizer, stages or [])
     except (ValueError, TypeError, ModuleNotFoundError) as error:
@@ -108,7 +110,9 @@ def bench(
     """Time and memory of training steps against plain autograd, checkpointing, the compiler and other packages."""
     from . import bench as benchmark
 
-    written = benchmark.run(cases or ["*"], methods or ["*"], without or [], size, out, repeats, peers, largest, minutes)
+    written = benchmark.run(
+        cases or ["*"], methods or ["*"], without or [], size, out, repeats, peers, largest, minutes
+    )
     Console().print("written: " + ", ".join(map(str, written)), soft_wrap=True, highlight=False)
 
 

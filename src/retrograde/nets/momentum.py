@@ -272,7 +272,9 @@ class MomentumNet(nn.Module):
             with (
                 rng_from(None, extra.devices(x0), extra.generators),
                 copied_buffers(self.modules()),
-                saved_tensors_hooks(_itself, _itself),  # nor is a checkpoint around the network to count what is saved here
+                saved_tensors_hooks(
+                    _itself, _itself
+                ),  # nor is a checkpoint around the network to count what is saved here
             ):
                 run = self._steps(x0, extra, fixed, mode="store", overflow=self.overflow)
         finally:

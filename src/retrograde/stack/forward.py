@@ -107,7 +107,7 @@ class Forward:
         call = self.tape.calls[k] = Call(block, extra, name, verified=self.verified, memo=self.memo)
         frame = Frame(call, self.tape if self.mode == "reverse" else Kept(x.detach()), k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, call)), name)
-        if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):  # type: ignore[attr-defined]
+        if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):
             y.register_hook(frame.prepare)
         if self.tape.lowest is None and frame.shapes:
             self.tape.lowest = k
