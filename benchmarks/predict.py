@@ -75,9 +75,8 @@ def main() -> None:
     only: str = parser.parse_args().only
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print(
-        "| model | way | peak, predicted | measured | ratio | held, predicted | measured | ratio |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| model | way | peak, predicted | measured | ratio | held, predicted | measured | ratio |")
+    print("|---" * 8 + "|")
     for name, (make, batch, dtype) in cases().items():
         if only not in name:
             continue

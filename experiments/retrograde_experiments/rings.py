@@ -1,12 +1,12 @@
-"""Fig. 5: four nested rings of two classes: a Momentum ResNet takes them apart, a ResNet of the same parameters cannot.
+"""Fig. 5: four nested rings of two classes: a Momentum ResNet takes them apart, a ResNet of the same parameters does not.
 
-    f(x) = W₂ᵀ tanh(W₁x + b₁) + b₂, 16 hidden units, the same at each of 15 layers; v₀ = 0
+    f(x) = W₂ᵀ tanh(W₁x + b), 16 hidden units, depth 15, every layer its own; v₀ = 0
 
 The network maps the plane to itself; the larger of the two coordinates at its end is the class. Rings of radius 1.5, 3, 4.5 and 6
-are 0.6 wide, classes alternate. The paper gives f (without b₂) and the depth; the rings, tied weights and b₂ are as in the authors'
-published example; γ and the optimiser are ours. Tied weights make for poor local minima, so each network, of either kind, is begun
-several times, and the start with the least training loss after a short trial is trained on (Adam, one-cycle rate, clipped gradients,
-fresh points every step).
+are 0.6 wide, classes alternate. Every step sees fresh points (Adam, one-cycle rate). The paper gives f and the depth; γ and the optimiser are
+ours. W₂ starts divided by the depth and by 1−γ, and the rate is divided by 1−γ, so that both networks, which weigh f by 1−γ,
+start with steps of the same size, those of a discretised flow, and learn at the same pace. A flow of the plane cannot part nested rings.
+With 15 layers that is no theorem: at larger rates the steps grow and the ResNet leaves the flow (docs/reproduce.md has numbers).
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ class Config:
     depth: int = 15
     hidden: int = 16
     gamma: float = 0.9
-    steps: int = 6000
+    steps: int = 2000
     points: int = 100  # per ring and step
-    momentum_rate: float = 0.04
-    resnet_rate: float = 0.01
-    starts: int = 5
-    trial: int = 300  # steps of each start
+    rate: float = 0.001  # of the ResNet; the Momentum ResNet's is 1/(1−γ) times that
     test_points: int = 1000  # per ring
     repeats: int = 5
     drawn: int = 60  # points per ring kept for the figure
@@ -53,26 +50,28 @@ class Config:
 
     @classmethod
     def default(cls) -> Config:
-        return cls(steps=2000, repeats=2)
+        return cls(repeats=2)
 
     @classmethod
     def smoke(cls) -> Config:
-        return cls(steps=20, points=50, repeats=1, starts=2, trial=4)
+        return cls(steps=20, points=50, repeats=1)
 
     def setting(self) -> str:
         return (
-            f"Depth {self.depth}, tied weights, {self.hidden} hidden units, γ = {self.gamma:g}, the best of {self.starts} "
-            f"starts by training loss after {self.trial} steps, then {self.steps:,} Adam steps on "
-            f"{RINGS} × {self.points} fresh points, tested on {RINGS} × {self.test_points}, {self.repeats} seeds."
+            f"Depth {self.depth}, {self.hidden} hidden units, γ = {self.gamma:g}, {self.steps:,} Adam steps of rate "
+            f"{self.rate:g}/(1−γ) on {RINGS} × {self.points} fresh points, tested on {RINGS} × {self.test_points}, "
+            f"{self.repeats} seeds."
         )
 
 
 class Branch(nn.Module):
-    """f(x) = W₂ᵀ tanh(W₁x + b₁) + b₂."""
+    """f(x) = W₂ᵀ tanh(W₁x + b), with W₂ scaled at first."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, scale: float) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(2, hidden), nn.Linear(hidden, 2)
+        self.inner, self.outer = nn.Linear(2, hidden), nn.Linear(hidden, 2, bias=False)
+        with torch.no_grad():
+            self.outer.weight.mul_(scale)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x)))
@@ -91,47 +90,22 @@ def units(config: Config) -> list[Key]:
     return [{"net": net, "seed": seed} for seed in range(config.repeats) for net in NETS]
 
 
-def build(config: Config, unit: Key, start: int) -> rg.MomentumNet:
+def gamma_of(config: Config, unit: Key) -> float:
+    return config.gamma if unit["net"] == "momentum" else 0.0
+
+
+def build(config: Config, unit: Key) -> rg.MomentumNet:
+    gamma = gamma_of(config, unit)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1000 * unit["seed"] + start)
-        f = Branch(config.hidden)
-    return rg.MomentumNet([f] * config.depth, config.gamma if unit["net"] == "momentum" else 0, memory="store")
-
-
-class Learner:
-    """A network in training: Adam on fresh points, with a rate that rises for a fifth of the steps and then falls."""
-
-    def __init__(self, net: rg.MomentumNet, config: Config, unit: Key, steps: int) -> None:
-        rate = config.momentum_rate if unit["net"] == "momentum" else config.resnet_rate
-        self.net, self.points = net, config.points
-        self.optimizer = torch.optim.Adam(net.parameters(), rate)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, total_steps=steps, pct_start=0.2)
-
-    def step(self, seed: int) -> float:
-        """One step on the points of that seed; the loss before it."""
-        x, y = rings(self.points, seed)
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.net(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        self.optimizer.step()
-        self.schedule.step()
-        return loss.item()
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "net": state_of(self.net), "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
-        }  # fmt: skip
-
-    def restore(self, state: dict[str, Any]) -> None:
-        restore(self.net, state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        torch.manual_seed(unit["seed"])
+        blocks = [Branch(config.hidden, 1 / (config.depth * (1 - gamma))) for _ in range(config.depth)]
+    return rg.MomentumNet(blocks, gamma, memory="store")
 
 
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     with one_thread():
-        net, curve = train(config, unit, context)
+        net = build(config, unit)
+        curve = train(net, config, unit, context)
         x, y = rings(config.drawn, seed=-1)
         with torch.no_grad():
             layers = range(config.stride, config.depth + 1, config.stride)
@@ -143,45 +117,36 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def begin(config: Config, unit: Key, context: Context) -> rg.MomentumNet:
-    """The start with the least loss over the last fifth of a short trial. A kill within these begins them anew."""
-    best: tuple[float, rg.MomentumNet] | None = None
-    for start in range(config.starts):
-        learner, losses = Learner(build(config, unit, start), config, unit, config.trial), []
-        for step in range(config.trial):
-            losses.append(learner.step(seed=_seed(unit, config.steps + start * config.trial + step)))
-            context.progress.step(f"start {start + 1}, loss {losses[-1]:.3f}")
-        late = losses[-max(1, config.trial // 5) :]
-        loss = sum(late) / len(late)
-        if best is None or loss < best[0]:
-            best = loss, learner.net
-    assert best is not None
-    return best[1]
-
-
-def train(config: Config, unit: Key, context: Context) -> tuple[rg.MomentumNet, list[float]]:
-    """The trained network, and its accuracy on the test points at every twentieth of the training."""
-    total, state = config.starts * config.trial + config.steps, context.checkpoint.load()
-    context.progress.steps(total, 0 if state is None else total - config.steps + state["step"])
-    net = begin(config, unit, context) if state is None else build(config, unit, 0)
-    learner = Learner(net, config, unit, config.steps)
-    first: int = 0
+def train(net: rg.MomentumNet, config: Config, unit: Key, context: Context) -> list[float]:
+    """The accuracy on the test points, at every twentieth of the training."""
+    rate = config.rate / (1 - gamma_of(config, unit))
+    optimizer = torch.optim.Adam(net.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=config.steps, pct_start=0.2)
     curve: list[float] = []
+    state = context.checkpoint.load()
     if state is not None:
-        learner.restore(state["learner"])
-        first, curve = state["step"], state["curve"]
+        restore(net, state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+        curve = state["curve"]
+    first = 0 if state is None else state["step"]
+    context.progress.steps(config.steps, first)
     for step in range(first, config.steps):
         if context.checkpoint.due():
-            context.checkpoint.save({"step": step, "curve": curve, "learner": learner.state()})
-        loss = learner.step(seed=_seed(unit, step))
+            context.checkpoint.save({
+                "step": step, "curve": curve, "net": state_of(net), "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+            })  # fmt: skip
+        x, y = rings(config.points, seed=1 + step + 1_000_000 * unit["seed"])
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
         if (step + 1) % max(1, config.steps // 20) == 0:
             curve.append(accuracy(net, config))
-        context.progress.step(f"loss {loss:.3f}")
-    return net, curve
-
-
-def _seed(unit: Key, step: int) -> int:
-    return 1 + step + 1_000_000 * unit["seed"]
+        context.progress.step(f"loss {loss.item():.3f}")
+    return curve
 
 
 @torch.no_grad()
@@ -226,7 +191,7 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
         if shares:
             text = f"{spread(shares, '.1f', ' %')} (worst {min(shares):.1f}, best {max(shares):.1f})"
             target, met = (
-                ("≥ 99 % for every seed", min(shares) >= 99) if net == "momentum" else ("fails", max(shares) < 97)
+                ("≥ 99 % for every seed", min(shares) >= 99) if net == "momentum" else ("fails", max(shares) < 90)
             )
             found.append(Finding(f"test accuracy, {NAMES[net]}", text, target, met))
     sizes = {r["parameters"] for r in records}

@@ -72,10 +72,15 @@ def test_prediction_against_measurement(name: str) -> None:
         assert plan.peaks[way].peak == pytest.approx(report.peak, rel=0.10), way
 
 
-@pytest.mark.parametrize("name", [*MEASURED, "resnet", "timm vit_tiny"])
+SHALLOW = ["encoder of 6", "transformers Bert", "timm mixer", "transformers T5"]
+
+
+@pytest.mark.parametrize("name", [*MEASURED, "resnet", "timm vit_tiny", *SHALLOW])
 def test_auto_is_never_above_checkpoint(name: str) -> None:
     if name == "resnet":
         make, example = resnet, torch.randn(4, 3, 32, 32)
+    elif name == "encoder of 6":
+        make, example = lambda: encoder(6), torch.randn(8, 64, 32)
     elif name in MEASURED:
         make, example = MEASURED[name]
     else:

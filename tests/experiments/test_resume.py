@@ -40,7 +40,7 @@ config = override(preset(load(name).Config, "smoke"), changes)
 print("ready", flush=True)
 reproduce(name, config, Path(out), Told(), every=0.0)
 """
-CHANGES = ["steps=10", "starts=2", "trial=2", "repeats=2", "points=20", "test_points=50", "drawn=8"]
+CHANGES = ["steps=10", "repeats=2", "points=20", "test_points=50", "drawn=8"]
 
 
 def start(out: Path) -> subprocess.Popen[str]:
@@ -108,7 +108,7 @@ class Dies(Quiet):
     ("module", "unit", "after"),
     [
         (dynamics, {"net": "momentum", "seed": 0}, 7),
-        (rings, {"net": "momentum", "seed": 0}, 15),
+        (rings, {"net": "momentum", "seed": 0}, 7),
         (lista, {"net": "momentum", "depth": 3, "seed": 0}, 5),
         (lista, {"net": "revnet", "depth": 2, "seed": 0}, 5),
     ],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Extra
-from .stage import Own, Stage
+from .stage import Own, Spare, Stage
 
 PLACE = "_retrograde_place"
 _ONCE = "model.gradient_checkpointing_disable() first."
@@ -134,21 +134,20 @@ def input_name(module: nn.Module) -> str:
 def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The extra inputs, less a key-value cache that a block could not be run again with."""
-    if not (torch.is_grad_enabled() or place.stage.surveying) or place.stage.settings.memory == "store":
+    """The extra inputs, with spare copies of a key-value cache where a block is run more than once."""
+    stage = place.stage
+    if not stage.surveying and (not torch.is_grad_enabled() or stage.settings.memory == "store"):
         return args, kwargs
-    return tuple(_no_cache(a, place) for a in args), {
-        name: False if name == "use_cache" else _no_cache(a, place) for name, a in kwargs.items()
-    }
+    return tuple(_spare(a, place) for a in args), {name: _spare(a, place) for name, a in kwargs.items()}
 
 
-def _no_cache(value: Any, place: Place) -> Any:
+def _spare(value: Any, place: Place) -> Any:
     length = getattr(value, "get_seq_length", None)
     if length is None or isinstance(value, Tensor):
         return value
-    if length():
+    if length() and not place.stage.surveying:
         raise ValueError(
             f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
             "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
         )
-    return None
+    return Spare(value)

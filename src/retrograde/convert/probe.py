@@ -45,7 +45,7 @@ _HEAVY = (
     "flip",
     "roll",
 )
-_MEETING = ("add", "sub", "lerp")
+_MEETING = ("add", "lerp")
 
 
 @dataclass(eq=False)
@@ -58,6 +58,7 @@ class Node:
     y: weakref.ref[Tensor] | None = None
     shape: torch.Size | None = None
     out_shape: torch.Size | None = None
+    version: int = 0  # of the output, when it was returned
     form: str | None = None  # "block" or "branch", if it is a residual one
     ends: tuple[Any, Any] = (None, None)  # autograd's nodes of input and output
     sum: Any = None  # autograd's node of their sum
@@ -150,7 +151,7 @@ def record(model: nn.Module, example: Any) -> list[Node]:
         x = _main(args, kwargs)
         if x is not None:
             node.x, node.shape, node.ends = weakref.ref(x), x.shape, (x.grad_fn, None)
-            node.continues = next((m for m in reversed(made) if m.y is not None and m.y() is x), None)
+            node.continues = next((m for m in reversed(made) if m.y is not None and m.y() is x and m.version == x._version), None)
         stack[-1].children.append(node)
         stack.append(node)
 
@@ -159,7 +160,7 @@ def record(model: nn.Module, example: Any) -> list[Node]:
         y = _main(out if isinstance(out, tuple | list) else (out,), {})
         if y is None:
             return
-        node.y, node.out_shape = weakref.ref(y), y.shape
+        node.y, node.out_shape, node.version = weakref.ref(y), y.shape, y._version
         node.returns = next((c for c in reversed(node.children) if c.y is not None and c.y() is y), None)
         node.ends = (node.ends[0], y.grad_fn)
         x = None if node.x is None else node.x()
@@ -215,7 +216,8 @@ def _skips(start: Any, goal: Any) -> bool:
         name = node.name().lower().replace("_", "")
         if any(heavy in name for heavy in _HEAVY):
             continue
-        met |= any(name.startswith(word) for word in _MEETING)
+        summands = [p for p, _ in node.next_functions if p is not None and not p.name().endswith("AccumulateGrad")]
+        met |= len(summands) > 1 and any(name.startswith(word) for word in _MEETING)  # not x + 1e-6, nor x + bias
         todo += [(parent, met) for parent, _ in node.next_functions]
     return False
 

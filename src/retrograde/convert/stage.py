@@ -14,6 +14,7 @@ The fixed-point range comes from a survey of the whole model, without gradients,
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -50,6 +51,21 @@ class Settings:
     overflow: str = "raise"
 
 
+class Spare:
+    """A key-value cache of which every run of a block gets a copy to write to, so that it finds it as the first run did.
+
+    Left out altogether it would be nearly the same; but keys and values out of a cache are laid out in another way, which
+    attention shows in the last bits.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = copy.deepcopy(cache)
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return copy.deepcopy(value.cache) if isinstance(value, Spare) else value
+
+
 class Own:
     """A converted block's own forward, with x first and one tensor out.
 
@@ -61,6 +77,7 @@ class Own:
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(Spare.of, args)), {name: Spare.of(value) for name, value in kwargs.items()}
         if self.keyword is not None:
             kwargs[self.keyword] = x
         else:

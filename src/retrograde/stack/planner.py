@@ -67,10 +67,14 @@ def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None
 
 
 def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
-    """The mode that needs least; "checkpoint" where it is a tie. A reversal also has the output of the block it is undoing."""
+    """The mode that needs least; "checkpoint" where it is a tie.
+
+    A reversal runs each block to its end, where checkpointing stops at the last tensor that autograd wants: it has up to four
+    more activations at hand (the block's output and what leads to it).
+    """
     needed = holding(recurrence, dtype)
     if "reverse" in needed:
-        needed["reverse"] += dtype.itemsize
+        needed["reverse"] += 4 * dtype.itemsize
     return min(needed, key=needed.__getitem__)
 
 
