@@ -161,7 +161,7 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     momentum, resnet = slopes.get("momentum"), slopes.get("resnet")
     if momentum is not None and resnet:
         share = momentum / resnet
-        found.insert(0, Finding("slope, Momentum / ResNet", f"{share:.2%}", "≤ 2 %", share <= 0.02))
+        found.insert(0, Finding("slope, Momentum / ResNet", f"{100 * share:.1g} %", "≤ 2 %", share <= 0.02))
     deepest = max((r["depth"] for r in records), default=0)
     peaks = {r["way"]: r["peak"] for r in records if r["depth"] == deepest}
     if {"momentum", "resnet"} <= peaks.keys():

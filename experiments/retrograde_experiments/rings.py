@@ -3,10 +3,10 @@
     f(x) = W₂ᵀ tanh(W₁x + b), 16 hidden units, depth 15, every layer its own; v₀ = 0
 
 The network maps the plane to itself; the larger of the two coordinates at its end is the class. Rings of radius 1.5, 3, 4.5 and 6
-are 0.6 wide, classes alternate. Every step sees fresh points (Adam, one-cycle rate). The paper gives f and the depth; γ and the optimiser are
-ours. W₂ starts divided by the depth and by 1−γ, and the rate is divided by 1−γ, so that both networks, which weigh f by 1−γ,
-start with steps of the same size, those of a discretised flow, and learn at the same pace. A flow of the plane cannot part nested rings.
-With 15 layers that is no theorem: at larger rates the steps grow and the ResNet leaves the flow (docs/reproduce.md has numbers).
+are 0.6 wide, classes alternate. Every step sees fresh points (Adam, one-cycle rate). The paper gives f and the depth; γ and the
+optimiser are ours. W₂ starts divided by the depth and by 1−γ, and the rate is divided by 1−γ, so that both networks, which weigh f by
+1−γ, start with steps of the same size, those of a discretised flow, and learn at the same pace. A flow of the plane cannot part
+nested rings. With 15 layers that is no theorem: at larger rates the ResNet leaves the flow (docs/reproduce.md has numbers).
 """
 
 from __future__ import annotations

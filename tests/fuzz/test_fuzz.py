@@ -46,12 +46,7 @@ def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(compared(case)[0] == "mismatch" for case in cases[:3])
 
 
-SHARED = "replays of all normalisation layers of one width share one scratch tensor"
-
-
-@pytest.mark.parametrize(
-    "second_order", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SHARED))]
-)
+@pytest.mark.parametrize("second_order", [False, True])
 def test_batchnorm_and_instancenorm_together(second_order: bool) -> None:
     """Seed 681: InstanceNorm moves the version of scratch statistics that BatchNorm has saved."""
     norms: list[nn.Module] = [nn.InstanceNorm2d(4, track_running_stats=True), nn.BatchNorm2d(4)]
@@ -74,9 +69,6 @@ class Late(nn.Module):
         return self.linear(x) + self.shift
 
 
-@pytest.mark.xfail(
-    strict=True, raises=rg.ReplayError, reason="blocks are run again at the first unpack, which comes later"
-)
 @pytest.mark.parametrize("saves", [True, False])
 def test_optimizer_in_backward_with_gradients_that_come_early(saves: bool) -> None:
     """Seeds 151, 502, 920: the hook has changed the parameter when the block is run again."""
@@ -131,9 +123,6 @@ class Energy(nn.Module):
             return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="the survey's tensors are counted by the checkpoint around it"
-)
 def test_checkpoint_around_a_network_that_surveys_its_first_batch() -> None:
     """Seed 100621."""
     net, x = rg.MomentumNet([Energy() for _ in range(3)], memory="store"), torch.randn(3, 8, requires_grad=True)

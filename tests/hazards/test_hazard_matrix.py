@@ -15,7 +15,7 @@ SEEN_BY_VERIFY_ONLY = {
     "generator_held", "numpy_random", "python_random", "attribute_counts_calls", "tensor_attribute_updated",
     "mutable_configuration_changed_between", "data_swapped_between", "data_written_between",
 }  # fmt: skip
-WRONG = {"activations_appended": "the survey of the first batch runs the blocks, and their hooks, a first time"}
+WRONG: dict[str, str] = {}
 REFUSED = {
     "buffer_replaced", "buffer_updated", "spectral_norm", "quantisation_observer", "growing_cache", "nan_from_a_block",
     "inf_from_a_block", "parameter_written_between", "optimizer_step_between", "weights_loaded_between", "frozen_between",
@@ -29,15 +29,7 @@ COULD_BE_RIGHT = {
     "unfrozen_between",
     "own_function_reading_twice",
 }
-SAYS_TOO_LITTLE = {
-    "in_place_on_saved_tensor": "says what happened, not to use the operation that is not in place",
-    "own_function_reading_twice": "advises retain_graph, which is not what went wrong",
-    "vmap_over_the_network": "torch's own words, about .item()",
-    "per_sample_gradients": "torch's own words, about .item()",
-    "func_grad": "torch's own words, about setup_context",
-    "forward_mode": "torch's own words, about setup_context",
-    "complex_numbers": "says what was given and what is allowed, not what to do",
-}
+SAYS_TOO_LITTLE: dict[str, str] = {}
 MUST_NAME = {
     "own_function_reading_twice": "saved_tensors", "vmap_over_the_network": "torch.autograd",
     "per_sample_gradients": "torch.autograd", "func_grad": "torch.autograd", "forward_mode": "torch.autograd",

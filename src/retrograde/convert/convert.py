@@ -11,6 +11,7 @@ from torch import nn
 
 from ..core.parts import copied_buffers
 from ..core.rational import as_ratios
+from ..stack.calibrate import unheard
 from ..stack.planner import MODES
 from . import block as blocks
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
@@ -191,7 +192,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
     try:
-        with torch.no_grad(), _rng_kept(devices), copied_buffers(model.modules()):
+        with torch.no_grad(), _rng_kept(devices), copied_buffers(model.modules()), unheard(model.modules()):
             for stage in stages:
                 stage.surveying = True
             model.forward(*args, **kwargs)

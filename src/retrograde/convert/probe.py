@@ -151,7 +151,9 @@ def record(model: nn.Module, example: Any) -> list[Node]:
         x = _main(args, kwargs)
         if x is not None:
             node.x, node.shape, node.ends = weakref.ref(x), x.shape, (x.grad_fn, None)
-            node.continues = next((m for m in reversed(made) if m.y is not None and m.y() is x and m.version == x._version), None)
+            node.continues = next(
+                (m for m in reversed(made) if m.y is not None and m.y() is x and m.version == x._version), None
+            )
         stack[-1].children.append(node)
         stack.append(node)
 

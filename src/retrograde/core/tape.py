@@ -65,9 +65,7 @@ class Tape:
         self.state, self.verify = state, verify
         self.calls: dict[int, Call] = {}
         self.at, self.pulled = 0, False
-        self.owed: Tensor | None = (
-            None  # the output of block `at`, with which the last step back is still to be finished
-        )
+        self.owed: Tensor | None = None  # the output of block `at`: the last step back is still to be finished with it
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.start: Any = None  # what `State.rewound` compares with
         self.gradients: dict[int, Gradients] = {}  # by backward pass
@@ -161,7 +159,8 @@ class Tape:
             self.state.free()
             self.owed = None
             self.lost = (
-                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first. (If it has run "
+                "once only, a Function in the first block reads ctx.saved_tensors twice: read it once, into variables.)"
             )
 
     def _undo_gradients(self) -> None:
@@ -191,7 +190,10 @@ class Frame:
         try:
             y = self.call.first(x, pack, self.unpack)
             if list(map(version, fresh)) != versions:
-                raise ReplayError(f"{self.call.name} changed a tensor in place that autograd had saved for a gradient.")
+                raise ReplayError(
+                    f"{self.call.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that "
+                    "is not in place."
+                )
             self.shapes = [t.shape for t in fresh]
             self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
             if look is not None:

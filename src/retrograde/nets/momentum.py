@@ -23,7 +23,7 @@ from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.rational import as_ratios
-from ..stack.calibrate import Range, peaks, several_processes, wide
+from ..stack.calibrate import Range, peaks, several_processes, unheard, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, Plan, Planner, check_budget, leanest
@@ -272,9 +272,10 @@ class MomentumNet(nn.Module):
             with (
                 rng_from(None, extra.devices(x0), extra.generators),
                 copied_buffers(self.modules()),
+                unheard(self.modules()),
                 saved_tensors_hooks(
                     _itself, _itself
-                ),  # nor is a checkpoint around the network to count what is saved here
+                ),  # a checkpoint around the network is not to count what is saved here
             ):
                 run = self._steps(x0, extra, fixed, mode="store", overflow=self.overflow)
         finally:
@@ -336,4 +337,14 @@ def _check_reversible(memory: str, recurrence: Recurrence) -> None:
 def _check_input(x: Tensor) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         given = f"a tensor of dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"the input must be a floating-point tensor; got {given}.")
+        advice = (
+            " Pass its real and imaginary parts (torch.view_as_real)."
+            if isinstance(x, Tensor) and x.is_complex()
+            else ""
+        )
+        raise TypeError(f"the input must be a floating-point tensor; got {given}.{advice}")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func's transforms (vmap, grad, jvp) do not see through the integer state of this network. Use torch.autograd "
+            "instead: torch.autograd.grad, or a loop over samples; torch.func.functional_call alone works."
+        )

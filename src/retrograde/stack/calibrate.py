@@ -11,13 +11,14 @@ anything (`widened`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
 from .headroom import HEADROOM, calibrated, follow
@@ -41,6 +42,22 @@ def wide(x0: Tensor, recurrence: Recurrence) -> FixedPoint:
 def _capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being made of what is done to x."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run modules without their forward hooks, except PyTorch's own (FSDP2 works by them): a survey is not for users to see."""
+    kept = [(m._forward_hooks, dict(m._forward_hooks)) for m in modules if m._forward_hooks]
+    for own, hooks in kept:
+        for key, hook in hooks.items():
+            if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                del own[key]
+    try:
+        yield
+    finally:
+        for own, hooks in kept:
+            own.clear()
+            own.update(hooks)
 
 
 def several_processes() -> bool:
