@@ -40,7 +40,7 @@ config = override(preset(load(name).Config, "smoke"), changes)
 print("ready", flush=True)
 reproduce(name, config, Path(out), Told(), every=0.0)
 """
-CHANGES = ["steps=10", "repeats=2", "points=20", "test_points=50", "drawn=8"]
+CHANGES = ["steps=15", "repeats=2", "points=20", "test_points=50", "drawn=8"]
 
 
 def start(out: Path) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ def lines(out: Path) -> list[str]:
     return [json.dumps({"key": line["key"], "values": line["values"]}) for line in read]
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
+def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = start(whole)
     process.communicate()
@@ -63,12 +63,12 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     moments = random.Random(0)
     kills = 0
-    for attempt in range(12):
+    for attempt in range(14):
         process = start(broken)
         assert process.stdout is not None
         seen = 0
         until = (
-            moments.randrange(1, 12) if attempt < 5 else 10**9
+            moments.randrange(1, 6) if attempt < 10 else 10**9
         )  # steps until the kill: within a unit and between units
         for text in process.stdout:
             seen += text.startswith("step")
@@ -83,7 +83,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         assert process.returncode == -signal.SIGKILL
         kills += 1
     assert process.returncode == 0
-    assert kills >= 4
+    assert kills == 10
     assert lines(broken) == lines(whole)
     assert list((broken / "checkpoints").iterdir()) == []
 

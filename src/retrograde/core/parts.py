@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class Parts:
     """The parts of a block as they are now."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self.modules, self.root = modules, next(iter(modules), None)
+        self.of, self.inner = ref(modules[0]) if modules else None, modules[1:]  # a memo does not keep its blocks alive
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
@@ -40,6 +41,15 @@ class Parts:
         tensors = [*self.parameters, *(b for _, own in self.buffers for b in own.values() if b is not None)]
         self.settled = not any(map(is_lazy, tensors))
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
+
+    @property
+    def root(self) -> nn.Module | None:
+        return None if self.of is None else self.of()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        root = self.root
+        return self.inner if root is None else (root, *self.inner)
 
     def unchanged(self) -> bool:
         """Whether all of it is still there, in the same mode."""
