@@ -1,6 +1,8 @@
 """The runner, on the small twins of its cases: what it measures, what it records when a method fails, what it checks."""
 
 import dataclasses
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,16 @@ from retrograde_bench.methods import Method, Setup, choose, methods
 from retrograde_bench.record import Row
 from retrograde_bench.runner import Options, run_case
 from retrograde_bench.step import Agreement, largest_batch, peak, training_step, zero_gradients
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Every measurement of memory collects garbage first: it need not look through all that PyTorch has imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 EAGER = (
     "plain",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -336,3 +338,19 @@ def test_lora() -> None:
     trained = [name for name in found["reverse"] if name.startswith("gradient")]
     assert trained
     assert all("lora" in name for name in trained)
+
+
+def test_a_converted_model_goes_with_its_last_reference() -> None:
+    """Without waiting for the garbage collector: a user who deletes a model wants its memory back."""
+    model = rg.convert(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), memory="reverse"
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(2, 5, 16)).sum().backward()
+        weight = weakref.ref(model.layers[0].linear1.weight)
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()

@@ -69,12 +69,13 @@ def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None
 def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
     """The mode that needs least; "checkpoint" where it is a tie.
 
-    A reversal runs each block to its end, where checkpointing stops at the last tensor that autograd wants: it has up to four
-    more activations at hand (the block's output and what leads to it).
+    A reversal runs each block to its end, where checkpointing stops at the last tensor that autograd wants: it has up to three
+    more activations at hand (the block's output and what leads to it). The others keep the input of the stack beside the
+    caller's own.
     """
     needed = holding(recurrence, dtype)
-    if "reverse" in needed:
-        needed["reverse"] += 4 * dtype.itemsize
+    for mode in needed:
+        needed[mode] += dtype.itemsize * (3 if mode == "reverse" else 1)
     return min(needed, key=needed.__getitem__)
 
 
