@@ -235,3 +235,37 @@ def test_named_branches_need_no_example() -> None:
     rg.convert(by_example, X)
     rg.convert(by_name, stages=["branches"], form="branch")
     assert torch.equal(by_example(X), by_name(X))
+
+
+class Between(nn.Module):
+    """Blocks with something in between that leaves x and changes its gradient."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[1](self.between(self.blocks[0](x)))
+        return out
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+@pytest.mark.parametrize("between", [Tensor.detach, Reversed.apply, lambda x: x.detach().requires_grad_()])
+def test_a_gradient_cut_or_changed_between_blocks_is_not_led_around(between: Any) -> None:
+    """Such an x has the memory of the one handed on, and is none the less not the continuation of the pass."""
+    model = rg.convert(Between(between), stages="blocks", memory="reverse")
+    with pytest.warns(UserWarning, match="velocity starts from 0 again"):
+        model(torch.randn(2, 3, 8)).square().sum().backward()
+    assert (model.blocks[0].linear1.weight.grad is not None) == (between == Reversed.apply)

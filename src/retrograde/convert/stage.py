@@ -105,6 +105,15 @@ class Own:
         return self.block.modules()
 
 
+_IDENTITIES = {
+    "BackwardHookFunctionBackward",  # register_full_backward_hook
+    "RegisterPostBackwardFunctionBackward",  # FSDP2
+    "AliasBackward0",
+    "ViewBackward0",
+}
+"""Nodes of autograd's graph that hand on a tensor and its gradient as they are."""
+
+
 class Pass(Forward):
     """A pass through a stage. `learns`: the range was not known when it began."""
 
@@ -132,6 +141,8 @@ class Open:
             or x.untyped_storage()._cdata != mine.untyped_storage()._cdata
         ):
             return False
+        if mine is not x and mine.requires_grad and (x.grad_fn is None or x.grad_fn.name() not in _IDENTITIES):
+            return False  # detached, or given another gradient: the pass would lead gradients around that
         return x.is_inference() or x._version == self.version
 
 
