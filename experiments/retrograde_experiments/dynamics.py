@@ -35,7 +35,7 @@ class Config:
     gamma: float = 0.9
     hidden: int = 16
     points: int = 101
-    steps: int = 6000
+    steps: int = 10_000
     rate: float = 0.001  # of the ResNet; the Momentum ResNet's is 1/(1−γ) times that
     repeats: int = 5
     drawn: int = 15  # trajectories kept for the figure
@@ -137,7 +137,7 @@ def figure(config: Config, records: list[Record]) -> Any:
             title=NAMES[net],
             xlabel="layer",
             ylabel="activation",
-            ylim=(-1.25, 1.25),
+            ylim=(-1.5, 1.5),
             xticks=range(0, config.depth + 1, 3),
         )
         if shown is None:
@@ -148,7 +148,7 @@ def figure(config: Config, records: list[Record]) -> Any:
             panel.plot(path.tolist(), "-", color=colours((start + 1) / 2), lw=1.6)
             panel.plot(len(path) - 1 + 0.45, -(start**3), marker="_", color=colours((start + 1) / 2), ms=11, mew=2.4)
             if i == 0:
-                panel.annotate("target −x³", (len(path) - 0.2, -1.19), ha="right", fontsize=9, color="#374151")
+                panel.annotate("target −x³", (len(path) - 0.2, -1.28), ha="right", fontsize=9, color="#374151")
     for net in NETS:
         for i, record in enumerate(r for r in records if r["net"] == net):
             curve = [*record["loss"], record["error"]]
@@ -166,7 +166,7 @@ def figure(config: Config, records: list[Record]) -> Any:
         xycoords=("axes fraction", "data"),
     )
     axes[2].set(title="Mean squared error, every seed", xlabel="step", yscale="log")
-    axes[2].legend(loc="lower left")
+    axes[2].legend(loc="upper right")
     return picture
 
 
