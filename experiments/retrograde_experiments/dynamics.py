@@ -172,7 +172,7 @@ def figure(config: Config, records: list[Record]) -> Any:
 
 def findings(config: Config, records: list[Record]) -> list[Finding]:
     errors = {net: [r["error"] for r in records if r["net"] == net] for net in NETS}
-    found = [Finding(f"mean squared error, {NAMES[net]}", spread(errors[net], ".2g")) for net in NETS if errors[net]]
+    found = [Finding(f"mean squared error, {NAMES[net]}", spread(errors[net], ".3g")) for net in NETS if errors[net]]
     pairs = list(zip(errors["momentum"], errors["resnet"], strict=False))
     if pairs:
         worst = max(momentum / resnet for momentum, resnet in pairs)

@@ -195,6 +195,8 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if row.done < row.total:
         facts.append(("state", row.status))
     facts.append(("our setting", row.setting + (f" (preset {row.preset})" if row.preset else "")))
+    if "differs" in row.paper:
+        facts.append(("what differs", row.paper["differs"]))
     return [*facts, ("run", f"{row.when}, {row.where}, {row.took}")]
 
 
