@@ -212,6 +212,10 @@ def _tokens(case: Case) -> bool:
     return not case.images
 
 
+def _low(case: Case) -> bool:
+    return case.autocast is not None
+
+
 def _sweep(case: Case) -> bool:
     return "budgets" in case.options
 
@@ -247,6 +251,12 @@ def methods() -> list[Method]:
         ),
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
         _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),
+        _ours("16bit-reverse", "ours, reverse, x and v in 16 bits (state_bits=16)", "reverse", state_bits=16, applies=_low),
+        _ours("16bit-auto", "ours, auto, state_bits=16", "auto", state_bits=16, applies=_low),
+        _ours(
+            "branch-16bit-reverse", 'ours, reverse, form="branch", state_bits=16', "reverse", form="branch", state_bits=16,
+            applies=lambda case: _low(case) and _tokens(case),
+        ),
         _ours("every2-reverse", "ours, reverse, one momentum step for two blocks (every=2)", "reverse", every=2),
         _ours("every2-auto", "ours, auto, every=2", "auto", every=2),
         _ours("compiled-reverse", "ours, reverse, every block compiled", "reverse", compile_blocks=True),

@@ -19,13 +19,21 @@ ratios = st.one_of(
 
 
 def state(
-    gamma: Fraction, shape: tuple[int, ...], width: torch.dtype, layout: str, dtype: torch.dtype, seed: int
+    gamma: Fraction,
+    shape: tuple[int, ...],
+    width: torch.dtype,
+    layout: str,
+    dtype: torch.dtype,
+    seed: int,
+    integers: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x, v = (torch.randint(-(2**29), 2**29, shape, generator=generator, dtype=torch.int32) for _ in range(2))
+    bound = 2 ** (8 * integers.itemsize - 3)
+    x, v = (torch.randint(-bound, bound, shape, generator=generator, dtype=integers) for _ in range(2))
     room = min(torch.iinfo(width).max // gamma.denominator, 2**20)  # leaves a place for the next digit
     i = torch.randint(0, max(room, 1), shape, generator=generator).to(width) if gamma.denominator > 1 else None
-    y = torch.randn(shape, generator=generator).mul_(10 ** (seed % 3)).to(dtype)
+    size = 10 ** (seed % 3) if integers == torch.int32 else 2.0**-9  # in units of `step_both`: a step that fits
+    y = torch.randn(shape, generator=generator).mul_(size).to(dtype)
     if layout == "channels_last" and len(shape) == 4:
         x, v, y = (t.contiguous(memory_format=torch.channels_last) for t in (x, v, y))
         i = None if i is None else i.contiguous(memory_format=torch.channels_last)

@@ -33,16 +33,20 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     residual=st.booleans(),
     guard=st.integers(0, 20),
     seed=st.integers(0, 10**6),
+    integers=st.sampled_from([torch.int32, torch.int16]),
 )
 @pytest.mark.parametrize("which", BODIES)
-def test_same_bits_as_the_plain_bodies(which, gamma, shape, width, layout, dtype, residual, guard, seed) -> None:
+def test_same_bits_as_the_plain_bodies(
+    which, gamma, shape, width, layout, dtype, residual, guard, seed, integers
+) -> None:
     if gamma.denominator - 1 > torch.iinfo(width).max:
         width = torch.int32
+    guard = guard if integers == torch.int32 else guard % 7
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 2)
         if which == "pieces":
             patch.setattr(native, "load", lambda: None)
-        s = state(gamma, shape, width, layout, dtype, seed)
+        s = state(gamma, shape, width, layout, dtype, seed, integers)
         ours, theirs = step_both(cpu, s, gamma, residual, guard)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -82,19 +86,20 @@ def test_a_compiler_that_fails_is_no_harm(tmp_path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 70_001), (2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype, monkeypatch) -> None:
+@pytest.mark.parametrize("carried_in", [torch.float32, torch.bfloat16])
+def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype, carried_in, monkeypatch) -> None:
     if which == "pieces":
         monkeypatch.setattr(native, "load_carry", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    p, h, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+    p, h, d = torch.randn(shape).to(carried_in), torch.randn(shape).to(carried_in), torch.randn(shape).to(dtype)
     for carried in ((p, h), (None, h), (p, None), (None, None)):
         for wanted in (True, False):
             found = []
             for body in (cpu.carry, None):
                 p_, h_, d_ = (None if t is None else t.clone() for t in (*carried, d))
-                gy = torch.empty(shape)
-                cast = gy if dtype == torch.float32 else torch.empty(shape, dtype=dtype)
-                out = None if not wanted else torch.empty(shape) if p_ is None else p_
+                gy = torch.empty(shape, dtype=carried_in)
+                cast = gy if dtype == carried_in else torch.empty(shape, dtype=dtype)
+                out = None if not wanted else torch.empty(shape, dtype=carried_in) if p_ is None else p_
                 factors = (9.0, 0.7, 0.1, residual)
                 if body is None or not body(p_, h_, d_, factors, out, gy, cast):
                     graph.carry(p_, h_, d_, factors, out, gy)

@@ -35,11 +35,13 @@ def test_quotients_by_reciprocal_are_exact(b: int, a: int) -> None:
     residual=st.booleans(),
     guard=st.integers(0, 20),
     seed=st.integers(0, 10**6),
+    integers=st.sampled_from([torch.int32, torch.int16]),
 )
-def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, residual, guard, seed) -> None:
+def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, residual, guard, seed, integers) -> None:
     if gamma.denominator - 1 > torch.iinfo(width).max:
         width = torch.int32
-    s = tuple(t if t is None else t.to(DEVICE) for t in state(gamma, shape, width, layout, dtype, seed))
+    guard = guard if integers == torch.int32 else guard % 7
+    s = tuple(t if t is None else t.to(DEVICE) for t in state(gamma, shape, width, layout, dtype, seed, integers))
     ours, theirs = step_both(cuda, s, gamma, residual, guard)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -63,16 +65,17 @@ def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, residual:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1_500), (2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype) -> None:
-    p, h, d = torch.randn(shape), torch.randn(shape), torch.randn(shape).to(dtype)
+@pytest.mark.parametrize("carried_in", DTYPES)
+def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype, carried_in) -> None:
+    p, h, d = torch.randn(shape).to(carried_in), torch.randn(shape).to(carried_in), torch.randn(shape).to(dtype)
     for carried in ((p, h), (None, h), (p, None), (None, None)):
         for wanted in (True, False):
             found = []
             for body in (cuda.carry, None):
                 p_, h_, d_ = (None if t is None else t.clone().to(DEVICE) for t in (*carried, d))
-                gy = torch.empty(shape).to(DEVICE)
-                cast = gy if dtype == torch.float32 else torch.empty(shape, dtype=dtype).to(DEVICE)
-                out = None if not wanted else torch.empty(shape).to(DEVICE) if p_ is None else p_
+                gy = torch.empty(shape, dtype=carried_in).to(DEVICE)
+                cast = gy if dtype == carried_in else torch.empty(shape, dtype=dtype).to(DEVICE)
+                out = None if not wanted else torch.empty(shape, dtype=carried_in).to(DEVICE) if p_ is None else p_
                 factors = (9.0, 0.7, 0.1, residual)
                 if body is None or not body(p_, h_, d_, factors, out, gy, cast):
                     graph.carry(p_, h_, d_, factors, out, gy)

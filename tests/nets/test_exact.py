@@ -1,5 +1,6 @@
 """The first promise: bits. Inversion and gradients, at every γ and depth that the design names."""
 
+import copy
 from fractions import Fraction
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from problems import KINDS, Mlp, float_recurrence, same_in_every_mode, stack
+from problems import KINDS, Mlp, conv, float_recurrence, same_in_every_mode, stack
 
 GAMMAS = [0.1, 0.5, 0.9, 0.99, 0.9999, "1 - 1/(50k)", 1]
 
@@ -56,6 +57,28 @@ def test_gradients_in_other_dtypes(dtype: torch.dtype, kind: str) -> None:
     net = rg.MomentumNet(blocks, gamma=0.9, form="block", verify="blocks").to(dtype)
     found = same_in_every_mode(net, x.to(dtype).requires_grad_())
     assert found["output"].dtype == found["input"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["branch", "block"])
+def test_gradients_with_16_bit_state(dtype: torch.dtype, kind: str, form: str) -> None:
+    blocks, x = stack(kind, 40)
+    net = rg.MomentumNet(blocks, gamma=0.9, form=form, verify="blocks", state_bits=16).to(dtype)
+    same_in_every_mode(net, x.to(dtype).requires_grad_())
+    state = net.encode(x.to(dtype))
+    assert {q.dtype for q in state.integers} == {torch.int16}
+
+
+def test_16_bit_state_is_no_coarser_than_the_dtype_it_is_for() -> None:
+    """Depth 30 in bfloat16: the error against float32 is within twice that of 32-bit state."""
+    blocks, x, errors = [conv(16) for _ in range(30)], torch.randn(4, 16, 8, 8), {}
+    with torch.no_grad():
+        wanted = rg.MomentumNet(blocks, gamma=0.9)(x)
+        for bits in ("auto", 16):
+            net = rg.MomentumNet(copy.deepcopy(blocks), gamma=0.9, state_bits=bits).bfloat16()
+            errors[bits] = float((net(x.bfloat16()).float() - wanted).norm() / wanted.norm())
+    assert errors[16] < 2 * errors["auto"] < 0.05
 
 
 def test_gamma_per_layer_with_ones() -> None:

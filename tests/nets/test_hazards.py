@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import retrograde as rg
 from problems import Mlp, same_in_every_mode
+from retrograde.measure.memory import peak_memory
 from retrograde.stack.momentum import Momentum
 
 REPLAYING = ["reverse", "checkpoint"]
@@ -196,6 +197,24 @@ def test_overflow_as_nan_reaches_the_velocity() -> None:
     state = rg.MomentumNet([Mlp() for _ in range(3)], fraction_bits=20, overflow="nan").encode(torch.randn(3, 8) * 1e4)
     assert state.x.isnan().all()
     assert state.v.isnan().all()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_weights_cast_by_autocast_are_held_for_one_block_only(inside: bool) -> None:
+    """16 blocks with 4 MB of weights each; x is small."""
+    x = torch.randn(2, 1_000, requires_grad=True)
+    net = rg.MomentumNet([nn.Linear(1_000, 1_000) for _ in range(16)], memory="reverse")
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(x).float().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+
+    step()
+    assert peak_memory(step).peak < 5 * 2e6
 
 
 def test_calibration_under_autocast_leaves_no_weights_without_gradients() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -351,3 +352,16 @@ def test_an_exception_in_the_replay_leaves_the_tape_usable() -> None:
     fails.fail = False
     again = torch.autograd.grad(loss, list(net.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 32, 16.0, "16", None, True])
+def test_state_bits_that_there_are_not(bits: Any) -> None:
+    with pytest.raises(ValueError, match="state_bits must be 'auto'"):
+        rg.MomentumNet([Mlp()], state_bits=bits)
+    with pytest.raises(ValueError, match="state_bits must be 'auto'"):
+        rg.convert(nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2)), state_bits=bits)
+
+
+def test_16_bit_state_is_not_for_float64() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        rg.MomentumNet([Mlp()], state_bits=16).double()(torch.randn(2, 8, dtype=torch.float64))

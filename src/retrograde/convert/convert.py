@@ -27,7 +27,7 @@ _CHOICES = {
 def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "off",
-    overflow: str = "raise", least: int = 2,
+    overflow: str = "raise", state_bits: int | str = "auto", least: int = 2,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -45,7 +45,7 @@ def convert(
         form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x. None: "block", or
             what a try on the example shows.
         velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
-        memory, fraction_bits, verify, overflow: as in `MomentumNet`.
+        memory, fraction_bits, verify, overflow, state_bits: as in `MomentumNet`.
         least: the fewest blocks that make a stage.
 
     Returns:
@@ -60,7 +60,7 @@ def convert(
     >>> model = convert(nn.TransformerEncoder(layer, 6), gamma=0.9)
     >>> model(torch.randn(2, 5, 16)).sum().backward()
     """
-    settings = Settings(gamma, form or "block", velocity, memory, fraction_bits, verify, overflow)
+    settings = Settings(gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits)
     check_settings(settings)
     finding = look(model, example, stages, form, least)
     place(model, finding, settings)

@@ -31,7 +31,7 @@ from ..core.fixedpoint import FixedPoint, integer_dtype
 from ..core.parts import Memo
 from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
-from ..stack.calibrate import Range, peaks, wide
+from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Recurrence
 from ..stack.planner import cheapest
@@ -49,6 +49,7 @@ class Settings:
     fraction_bits: int | str = "auto"
     verify: str = "off"
     overflow: str = "raise"
+    state_bits: int | str = "auto"
 
 
 class Spare:
@@ -166,7 +167,7 @@ class Stage:
     open: list[Open] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self.range = Range(self.settings.fraction_bits)
+        self.range = Range(self.settings.fraction_bits, narrow(self.settings.state_bits))
         self.memo = Memo()
         self.recurrence = self._recurrence(self.settings.gamma)
         self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
@@ -245,7 +246,7 @@ class Stage:
             return Pass(
                 x,
                 self.recurrence,
-                FixedPoint(0, integer_dtype(x.dtype)),
+                FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow)),
                 mode=self.used,
                 overflow="nan",
                 memo=self.memo,
@@ -303,7 +304,7 @@ class Stage:
             self.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
 
     def _recurrence(self, gamma: Any) -> Recurrence:
-        return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block")
+        return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block", self.range.narrow)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": []}

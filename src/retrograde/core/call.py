@@ -114,6 +114,8 @@ class Call:
             return None
         finally:
             torch.set_grad_enabled(grad)
+            if same and torch.is_autocast_enabled(x.device.type):
+                torch.clear_autocast_cache()  # else autocast's own end has
             generators.put(now)
             for (own, _), original in zip(statistics, originals, strict=True):
                 own.update(original)

@@ -3,7 +3,7 @@
     encode   q = round(x·2^bits)          decode   x = q·2^−bits
 
 Additions of such integers lose nothing, so they can be undone. 32-bit integers serve floats up to float32, 64-bit ones
-float64. Magnitudes are kept at or below `limit`, one bit short of the dtype's own range: the sum of two values in range
+float64; 16-bit ones, half as many bytes to hold and to move, are for networks that compute in bfloat16 or float16. Magnitudes are kept at or below `limit`, one bit short of the dtype's own range: the sum of two values in range
 cannot wrap, so a value out of range is always seen. v is mostly much smaller than x: it has `guard` digits more.
 """
 
@@ -20,18 +20,18 @@ class FixedPoint:
     """How floats of one network are held as integers."""
 
     bits: int
-    dtype: torch.dtype  # of the integers: torch.int32 or torch.int64
+    dtype: torch.dtype  # of the integers: torch.int16, torch.int32 or torch.int64
     guard: int = 0  # further bits of v
 
     @property
     def limit(self) -> float:
         """The largest magnitude allowed, as an integer."""
-        return 2.0**30 if self.dtype == torch.int32 else 2.0**62
+        return 2.0 ** (8 * self.dtype.itemsize - 2)
 
     @property
     def work(self) -> torch.dtype:
-        """The float dtype in which values are scaled and gradients are carried."""
-        return torch.float32 if self.dtype == torch.int32 else torch.float64
+        """The float dtype in which values are scaled and gradients are added up."""
+        return torch.float64 if self.dtype == torch.int64 else torch.float32
 
     def encode(self, x: Tensor, guard: int = 0) -> Tensor:
         return torch.round(x.to(self.work) * 2.0 ** (self.bits + guard)).to(self.dtype)
@@ -40,6 +40,6 @@ class FixedPoint:
         return (q.to(self.work) * 2.0 ** -(self.bits + guard)).to(dtype)
 
 
-def integer_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integers that hold floats of `dtype`."""
-    return torch.int64 if dtype == torch.float64 else torch.int32
+def integer_dtype(dtype: torch.dtype, narrow: bool = False) -> torch.dtype:
+    """The integers that hold floats of `dtype`; `narrow`: 16 bits wide."""
+    return torch.int64 if dtype == torch.float64 else torch.int16 if narrow else torch.int32

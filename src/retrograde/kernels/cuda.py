@@ -96,8 +96,8 @@ def _advance(
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(x_ptr + at, inside, other=0)
-    v = tl.load(v_ptr + at, inside, other=0)
+    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32)
+    v = tl.load(v_ptr + at, inside, other=0).to(tl.int32)
     step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
     if KIND >= 2:
         i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
@@ -122,7 +122,8 @@ def _advance(
 def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(x_ptr + at, inside, other=0) - _rounded(tl.load(v_ptr + at, inside, other=0), guard)
+    v = tl.load(v_ptr + at, inside, other=0).to(tl.int32)
+    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) - _rounded(v, guard)
     tl.store(x_ptr + at, x, inside)
     tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
 
@@ -135,10 +136,10 @@ def _retreat(
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(x_ptr + at, inside, other=0) if RESIDUAL or PULL else 0
+    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) if RESIDUAL or PULL else 0
     step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
     good = tl.abs(step) <= 1073741824.0
-    v = tl.load(v_ptr + at, inside, other=0) - tl.where(good, step, 0.0).to(tl.int32)
+    v = tl.load(v_ptr + at, inside, other=0).to(tl.int32) - tl.where(good, step, 0.0).to(tl.int32)
     if KIND >= 2:
         i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
         v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
@@ -159,18 +160,19 @@ def _carry(
     inside = at < size
     gx = tl.load(d_ptr + at, inside, other=0.0).to(tl.float32)
     if H:
-        h = tl.load(h_ptr + at, inside, other=0.0)
+        h = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
     if P:
-        gx = tl.load(p_ptr + at, inside, other=0.0) + gx
+        gx = tl.load(p_ptr + at, inside, other=0.0).to(tl.float32) + gx
     elif H:
         gx = h * e + gx
     s = gx
     if H:
         s = gx + h * c
     gy = s * gain
-    tl.store(gy_ptr + at, gy, inside)
+    given = gy.to(gy_ptr.dtype.element_ty)
+    tl.store(gy_ptr + at, given, inside)
     if CAST:
-        tl.store(cast_ptr + at, gy, inside)
+        tl.store(cast_ptr + at, given, inside)
     if OUT:
         tl.store(out_ptr + at, gx - gy if RESIDUAL else gx, inside)
 
@@ -217,7 +219,7 @@ def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
 ) -> None:  # fmt: skip
-    if x.dtype != torch.int32 or not alike(x, v, i, out):
+    if x.dtype == torch.int64 or not alike(x, v, i, out):
         plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
         return
     tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32))
@@ -225,7 +227,7 @@ def advance_(
 
 
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
-    if x.dtype != torch.int32 or not alike(x, v, out):
+    if x.dtype == torch.int64 or not alike(x, v, out):
         plain.pull_(x, v, unit, guard, out)
         return
     _launch(_pull, (x, v, out), x.numel(), (unit, guard))
@@ -235,7 +237,7 @@ def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
-    if x.dtype != torch.int32 or not alike(x, v, i, out):
+    if x.dtype == torch.int64 or not alike(x, v, i, out):
         plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
         return
     tensors = (x, v, x if i is None else i, laid_out_as(x, y), x if out is None else out)
@@ -248,7 +250,7 @@ def carry(
     out: Tensor | None, gy: Tensor, cast: Tensor,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if the layout allows; whether it did."""
-    if gy.dtype != torch.float32 or not alike(gy, out):
+    if gy.dtype == torch.float64 or not alike(gy, out):
         return False
     c, e, gain, residual = factors
     given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]

@@ -23,7 +23,7 @@ from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.rational import as_ratios
-from ..stack.calibrate import Range, peaks, several_processes, unheard, wide
+from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, Plan, Planner, check_budget, leanest
@@ -62,6 +62,9 @@ class MomentumNet(nn.Module):
         every: one momentum step for so many consecutive blocks, which are run as plain residual blocks inside it. Fewer
             integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
+        state_bits: width of the integers that hold x and v: "auto" is 64 for float64 and 32 for all others. 16 is for networks that
+            compute in bfloat16 or float16: half the bytes to hold and to move, and about the rounding of those dtypes, as
+            long as the largest activation is not more than some twenty times the usual one.
         verify: "off"; "end" proves, when backward has reached the first block with a gradient, that the whole network was
             rewound to its start; "blocks" also checks each block's output against a checksum, and names the one that did
             not repeat itself.
@@ -81,7 +84,7 @@ class MomentumNet(nn.Module):
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
         form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
         fraction_bits: int | str = "auto", verify: str = "off", overflow: str = "raise",
-        budget: int | float | None = None, every: int = 1,
+        budget: int | float | None = None, every: int = 1, state_bits: int | str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
@@ -93,7 +96,7 @@ class MomentumNet(nn.Module):
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of blocks from 1 on; got {every!r}.")
         self.velocity, self.every = velocity, every
-        self.range = Range(fraction_bits)
+        self.range = Range(fraction_bits, narrow(state_bits))
         self.memo = Memo()
         self.plan: Plan | None = None  # of the last pass
         self._memory = _choice("memory", memory, MODES)
@@ -109,7 +112,8 @@ class MomentumNet(nn.Module):
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
         self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
-        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), self.form == "block" or self.every > 1)
+        residual = self.form == "block" or self.every > 1
+        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), residual, self.range.narrow)
         _check_reversible(self.memory, recurrence)
         self.recurrence = recurrence
 

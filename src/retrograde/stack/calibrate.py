@@ -71,15 +71,25 @@ def widened(fixed: FixedPoint, bits: int) -> FixedPoint:
     return replace(fixed, bits=max(fixed.bits - bits, -64))
 
 
+def narrow(state_bits: Any) -> bool:
+    """Whether x and v are to be held in 16 bits."""
+    if state_bits not in ("auto", 16) or isinstance(state_bits, float):
+        raise ValueError(
+            f"state_bits must be 'auto' (64 for float64, else 32) or 16, for networks in bfloat16 or float16; got {state_bits!r}."
+        )
+    return bool(state_bits == 16)
+
+
 class Range:
     """The fixed point in use, by the integer dtype it is for."""
 
-    def __init__(self, setting: Any) -> None:
+    def __init__(self, setting: Any, narrow: bool = False) -> None:
         if setting != "auto" and (
             isinstance(setting, bool) or not isinstance(setting, Integral) or not -64 <= int(setting) <= 96
         ):
             raise ValueError(f"fraction_bits must be 'auto' or a whole number from -64 to 96; got {setting!r}.")
         self.setting: int | str = setting if setting == "auto" else int(setting)
+        self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.pending: list[tuple[Tensor, Any, Outcome]] = []
 
@@ -99,7 +109,9 @@ class Range:
             self._note(watch, state)
             if state.raises:
                 check_range(watch.tolist(), state.fixed, state.limits)
-        dtype = integer_dtype(x.dtype)
+        if self.narrow and x.dtype == torch.float64:
+            raise ValueError("state_bits=16 cannot hold a float64 network. Use state_bits='auto'.")
+        dtype = integer_dtype(x.dtype, self.narrow)
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         fixed = self.fixed.get(dtype)
@@ -111,7 +123,7 @@ class Range:
 
     def calibrate(self, dtype: torch.dtype, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
         """The fixed point for inputs of this dtype, now that the largest values of a pass are known."""
-        dtype = integer_dtype(dtype)
+        dtype = integer_dtype(dtype, self.narrow)
         fixed = self.fixed[dtype] = calibrated(peak_x, peak_v, dtype, most_guard)
         return fixed
 

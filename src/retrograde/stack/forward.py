@@ -75,6 +75,8 @@ class Forward:
             self.state = self.state.fork()  # the tape stays here
         y = self._output(block, extra, k, name or f"block {k}")
         if self.tracked:
+            if torch.is_autocast_enabled(self.like.device.type):
+                torch.clear_autocast_cache()  # or the block's weights, cast, would be held to the end of the forward pass
             self.xt, self.vt, self.x = self.take(self.xt, self.vt, y, self.state, k)
         else:
             self.x = self.state.advance(k, y)

@@ -47,11 +47,10 @@ def carry(p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, out: 
         out: where gx goes, may be p; None: nowhere.
         gy: in the dtype that gradients are carried in.
     """
-    c, e, gain, residual = factors
-    gx = d.to(gy.dtype) if p is None and h is None else (h * e if p is None else p) + d  # type: ignore[operator]
-    torch.mul(gx if h is None else gx + h * c, gain, out=gy)
+    gx, g = _carried(p, h, d, factors)
+    gy.copy_(g)
     if out is not None:
-        out.copy_(gx - gy if residual else gx)
+        out.copy_(gx)
 
 
 def applied(node: type[Function]) -> Any:
@@ -77,7 +76,7 @@ class Enter(Function):
     @staticmethod
     def forward(ctx: Any, x0: Tensor, state: Momentum) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.work = x0.dtype, state.fixed.work
+        ctx.dtype, ctx.work = x0.dtype, state.gradient
         return state.token(), state.read()
 
     @staticmethod
@@ -90,7 +89,7 @@ class Launch(Function):
     @staticmethod
     def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, residual: bool) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.residual, ctx.work = y.dtype, residual, state.fixed.work
+        ctx.dtype, ctx.residual, ctx.work = y.dtype, residual, state.gradient
         ctx.unit = state.recurrence.carried[0][0]
         state.launch(y, residual)
         return state.token(), state.token(), state.read()
@@ -110,7 +109,7 @@ class Step(Function):
         ctx.set_materialize_grads(False)
         recurrence = state.recurrence
         ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], recurrence.residual)
-        ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.fixed.work), state.ops, state.thread, k == 0
+        ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.gradient), state.ops, state.thread, k == 0
         return state.token(), state.token(), state.advance(k, y)
 
     @staticmethod
@@ -130,8 +129,9 @@ class Step(Function):
             d = given.new_zeros(()).expand(given.shape)
         wanted = p is not None or h is not None or ctx.first  # else it can be made from gy
         if _traced(p, h, d):
-            out, gy = _carried(p, h, d, factors, work)
-            return out if wanted else None, gy if ctx.needs_input_grad[1] else None, gy.to(dtype), None, None
+            out, gy = _carried(p, h, d, factors)
+            gv = gy.to(work) if ctx.needs_input_grad[1] else None
+            return out.to(work) if wanted else None, gv, gy.to(dtype), None, None
         d = values(d)
         gy = torch.empty_like(d, dtype=work)
         into = p if p is not None and p.stride() == gy.stride() else torch.empty_like(gy) if wanted else None
@@ -147,12 +147,12 @@ class Step(Function):
         return into, gy, cast, None, None
 
 
-def _carried(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, work: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`carry`, out of place: gx and gy."""
+def _carried(p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    """`carry`, out of place: gx and gy, in float32 at least."""
     c, e, gain, residual = factors
-    gx = d.to(work) if p is None and h is None else (h * e if p is None else p) + d  # type: ignore[operator]
+    work = torch.float64 if torch.float64 in (t.dtype for t in (p, h, d) if t is not None) else torch.float32
+    d, h = d.to(work), None if h is None else h.to(work)
+    gx = p.to(work) + d if p is not None else d if h is None else h * e + d
     gy = (gx if h is None else gx + h * c) * gain
     return gx - gy if residual else gx, gy
 
@@ -160,7 +160,7 @@ def _carried(
 class Leave(Function):
     @staticmethod
     def forward(ctx: Any, vt: Tensor, state: Momentum) -> Tensor:
-        ctx.work = state.fixed.work
+        ctx.work = state.gradient
         return state.read_velocity()
 
     @staticmethod

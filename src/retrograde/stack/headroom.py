@@ -9,9 +9,14 @@ import torch
 from ..core.fixedpoint import FixedPoint
 
 HEADROOM = 3
-"""Bits kept free above the largest value seen when the range is calibrated."""
+"""Bits kept free above the largest value seen when the range is calibrated; one less of 16, which have none to waste."""
 MOST_GUARD = 6
 """Guard digits at most, whatever v was: branches that start at zero grow quickly, and v must be able to reach |x| / 8."""
+
+
+def headroom(dtype: torch.dtype) -> int:
+    """Bits to keep free in integers of this dtype."""
+    return HEADROOM - (dtype == torch.int16)
 
 
 def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int = MOST_GUARD) -> FixedPoint:
@@ -20,7 +25,7 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
     >>> calibrated(5.0, 0.2, torch.int32)
     FixedPoint(bits=24, dtype=torch.int32, guard=5)
     """
-    capacity = (30 if dtype == torch.int32 else 62) - HEADROOM
+    capacity = 8 * dtype.itemsize - 2 - headroom(dtype)
     peak_x = peak_x or peak_v or 1.0
     # peak < 2^exponent; the floor keeps 2^bits a float32
     bits_x, bits_v = (capacity - max(math.frexp(peak)[1], -48) for peak in (peak_x, peak_v or peak_x))
@@ -31,9 +36,11 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
 def follow(fixed: FixedPoint, peak_x: float, peak_v: float, most_guard: int = MOST_GUARD) -> FixedPoint:
     """The fixed point for the next step, given the largest values of this one.
 
-    It is left alone while 1 to 2·HEADROOM + 1 bits are free, so that it moves rarely; a range that is nearly used up is
-    widened before it overflows, and one far too wide is narrowed for precision.
+    It is left alone while 1 to 2·HEADROOM + 1 bits are free (1 to 3 of 16), so that it moves rarely; a range that is nearly
+    used up is widened before it overflows, and one far too wide is narrowed for precision.
     """
     ideal = calibrated(peak_x, peak_v, fixed.dtype, most_guard)
     moves = (fixed.bits - ideal.bits, fixed.bits + fixed.guard - ideal.bits - ideal.guard)
-    return fixed if all(-HEADROOM - 1 <= move < HEADROOM for move in moves) else ideal
+    free = headroom(fixed.dtype)
+    widest = 1 if fixed.dtype == torch.int16 else free + 1
+    return fixed if all(-widest <= move < free for move in moves) else ideal

@@ -34,6 +34,7 @@ class Recurrence:
 
     gammas: tuple[Fraction, ...]
     residual: bool  # the blocks compute x + f(x), not f(x)
+    narrow: bool = False  # x and v are held in 16 bits
 
     @cached_property
     def factors(self) -> list[tuple[int, int, float, float]]:
@@ -95,7 +96,10 @@ class Momentum:
         self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
         self.rows = self.watch.unbind()
         self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
-        self.blank = torch.zeros((), dtype=fixed.work, device=x0.device).expand(x0.shape)
+        self.gradient = (
+            x0.dtype if x0.dtype.itemsize < 4 else fixed.work
+        )  # the dtype that plain autograd hands gradients on in
+        self.blank = torch.zeros((), dtype=self.gradient, device=x0.device).expand(x0.shape)
         self.scale, self.guard = 2.0 ** (fixed.bits + fixed.guard), fixed.guard
         self.x = self._encoded(x0)
         self.v = torch.zeros_like(self.x)

@@ -62,7 +62,7 @@ def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None
     held = {"checkpoint": dtype.itemsize * depth}
     if 0 not in recurrence.gammas[:depth]:
         buffers = sum(b.itemsize for k, b in recurrence.begins.items() if b and k < depth)
-        held["reverse"] = 2 * integer_dtype(dtype).itemsize + buffers
+        held["reverse"] = 2 * integer_dtype(dtype, recurrence.narrow).itemsize + buffers
     return held
 
 
@@ -123,7 +123,7 @@ def within(budget: int, recurrence: Recurrence, x: Tensor, weights: Weights, ver
             if mode == "checkpoint":
                 per_element += launched * x.dtype.itemsize
             elif launched and verify != "off":
-                per_element += integer_dtype(x.dtype).itemsize  # v₀, to be compared with
+                per_element += integer_dtype(x.dtype, recurrence.narrow).itemsize  # v₀, to be compared with
             plans.append(Plan(mode, depth, depth - replayed, stored + size * per_element))
     fitting = [plan for plan in plans if plan.bytes is not None and plan.bytes <= budget]
     if not fitting:
