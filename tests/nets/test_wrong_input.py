@@ -359,7 +359,10 @@ def test_state_bits_that_there_are_not(bits: Any) -> None:
     with pytest.raises(ValueError, match="state_bits must be 'auto'"):
         rg.MomentumNet([Mlp()], state_bits=bits)
     with pytest.raises(ValueError, match="state_bits must be 'auto'"):
-        rg.convert(nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2)), state_bits=bits)
+        rg.convert(
+            nn.Sequential(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)),
+            state_bits=bits,
+        )
 
 
 def test_16_bit_state_is_not_for_float64() -> None:

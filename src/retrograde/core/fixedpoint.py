@@ -3,8 +3,9 @@
     encode   q = round(x·2^bits)          decode   x = q·2^−bits
 
 Additions of such integers lose nothing, so they can be undone. 32-bit integers serve floats up to float32, 64-bit ones
-float64; 16-bit ones, half as many bytes to hold and to move, are for networks that compute in bfloat16 or float16. Magnitudes are kept at or below `limit`, one bit short of the dtype's own range: the sum of two values in range
-cannot wrap, so a value out of range is always seen. v is mostly much smaller than x: it has `guard` digits more.
+float64; 16-bit ones, half as many bytes to hold and to move, are for networks that compute in bfloat16 or float16.
+Magnitudes are kept at or below `limit`, one bit short of the dtype's own range: the sum of two values in range cannot wrap,
+so a value out of range is always seen. v is mostly much smaller than x: it has `guard` digits more.
 """
 
 from __future__ import annotations
