@@ -75,8 +75,9 @@ def broken_off(monkeypatch: pytest.MonkeyPatch, step: int, settings: Setting) ->
         {"gamma": 0.0, "memory": "store", "schedule": "multistep", "milestones": (1,), "nesterov": True},
         {"model": "revnet18", "limit": 32, "batch": 8, "memory": "auto"},
         {"amp": "bf16", "ema": 0.9, "accumulate": 2, "velocity": "first", "channels_last": True, "smoothing": 0.1},
+        {"amp": "bf16", "state_bits": "16"},
     ],
-    ids=["momentum", "plain", "revnet", "amp, ema, accumulation"],
+    ids=["momentum", "plain", "revnet", "amp, ema, accumulation", "16-bit state"],
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]

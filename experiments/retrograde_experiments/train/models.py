@@ -24,7 +24,7 @@ VELOCITIES = {"zero": None, "first": "first"}
 
 def build(
     name: str, *, classes: int, channels: int = 3, size: str = "cifar", gamma: float = 0.9, velocity: str = "zero",
-    memory: str = "auto", verify: str = "off", overflow: str = "raise",
+    memory: str = "auto", verify: str = "off", overflow: str = "raise", state_bits: int | str = "auto",
 ) -> nn.Module:  # fmt: skip
     """The network of that name.
 
@@ -34,7 +34,7 @@ def build(
         size: "cifar" or "imagenet".
         gamma: γ; a RevNet has none.
         velocity: "zero" or "first": v₀ = 0 or f(x₀).
-        memory, verify, overflow: as in `MomentumNet`.
+        memory, verify, overflow, state_bits: as in `MomentumNet`; a RevNet has no state_bits.
     """
     match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)", name)
     if match is None or velocity not in VELOCITIES:
@@ -44,7 +44,10 @@ def build(
         )
     kind, depth = match[1], int(match[2])
     options: dict[str, Any] = {"memory": memory, "verify": verify, "overflow": overflow}
-    momentum = {} if gamma == 0 and memory == "store" else {"gamma": gamma, "velocity": VELOCITIES[velocity], **options}
+    if kind == "revnet" and state_bits != "auto":
+        raise ExperimentError(f"state_bits={state_bits} is for momentum networks; {name} holds its streams in 32 bits.")
+    momentum = {"gamma": gamma, "velocity": VELOCITIES[velocity], "state_bits": state_bits, **options}
+    momentum = {} if gamma == 0 and memory == "store" else momentum
     try:
         if kind == "revnet":
             net: nn.Module = rev_resnet(depth, size=size, classes=classes, **options)

@@ -69,6 +69,7 @@ class Setting(Recipe):
     gamma: float = _option(0.9, "γ of the momentum network; 0 with --memory store is the plain ResNet")
     velocity: str = _option("zero", "v₀: 0, or f(x₀) of each stage's first block", "zero", "first")
     memory: str = _option("auto", "how activations are remembered", "reverse", "checkpoint", "store", "auto")
+    state_bits: str = _option("auto", "width of the integers that hold x and v; 16 is for --amp", "auto", "16")
     verify: str = _option("off", "check that backward rewound the network", "off", "end", "blocks")
     seed: int = _option(0, "of the weights, the order of the images and what is done to them")
     limit: int | None = _option(None, "use the first so many training images only")
