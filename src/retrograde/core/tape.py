@@ -6,7 +6,7 @@ mode the input comes from the `Tape`, which undoes one step after another as bac
 it was kept (`Kept`). The graph is the genuine one, so everything that works with autograd works here.
 
     recall(k)    stand where x_k can be read; x_k
-    settle(k, y) block k gave y on it: finish the step back (if y is `held` anyway, when the next begins: one pass over memory)
+    settle(k, y) block k gave y on it: the step back is finished when the next one begins, in one pass over memory (or `now`)
     seek(k)      run blocks, either way, until the state is that of layer k
 """
 
@@ -51,7 +51,7 @@ class Kept:
             )
         return self.x.detach()
 
-    def settle(self, k: int, y: Any, held: bool) -> None: ...
+    def settle(self, k: int, y: Any, now: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
     def pass_by(self, k: int) -> None: ...
 
@@ -87,12 +87,12 @@ class Tape:
             self._undo_gradients()
             raise
 
-    def settle(self, k: int, y: Tensor, held: bool) -> None:
+    def settle(self, k: int, y: Tensor, now: bool) -> None:
         if self.pulled:
             self.pulled, self.at, self.owed = False, k, y
         if k == self.lowest:
             self._served()
-        self.seek(self.at, lazily=held)
+        self.seek(self.at, lazily=not now)
 
     def pass_by(self, k: int) -> None:
         """Go back past block k, which has nothing to replay, if that will be needed."""
@@ -174,6 +174,7 @@ class Frame:
 
     def __init__(self, call: Call, source: Tape | Kept, k: int) -> None:
         self.call, self.source, self.k = call, source, k
+        self.eager = False  # its output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
         self.saved: dict[int, Tensor] = {}
         self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
@@ -231,6 +232,6 @@ class Frame:
             saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
-        self.source.settle(self.k, y, self.ends_saved)
+        self.source.settle(self.k, y, self.eager)
         self.saved = dict(enumerate(saved))
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

@@ -110,6 +110,7 @@ class Forward:
         frame = Frame(call, self.tape if self.mode == "reverse" else Kept(x.detach()), k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, call)), name)
         if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):
+            frame.eager = True  # the output may be a view of a parameter
             y.register_hook(frame.prepare)
         if self.tape.lowest is None and frame.shapes:
             self.tape.lowest = k
