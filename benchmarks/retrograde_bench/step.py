@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from retrograde.measure import peak_memory
 
@@ -87,7 +88,7 @@ class Agreement:
     """Whether a method's gradients are, to the bit, those of its twin that keeps everything.
 
     The twin's gradients are kept for the next method with the same twin. Where they differ, both steps are repeated with
-    deterministic algorithms: some of cuDNN's weight gradients and of the attention backward passes add in any order, and differ
+    deterministic algorithms: some of cuDNN's weight gradients and all fused attention backward passes add in any order, and differ
     between two runs of the plain network as well.
     """
 
@@ -153,13 +154,13 @@ class Agreement:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Deterministic algorithms where PyTorch has them."""
+    """Deterministic algorithms where PyTorch has them; attention by matrix products, since no fused backward pass repeats itself."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
             warnings.simplefilter("ignore")
             yield
     finally:

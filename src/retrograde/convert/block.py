@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +49,10 @@ class Converted:
             x = kwargs.pop(keyword)
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
-        own = Own(self, self._retrograde_class.forward, keyword, place.stage.dry)  # type: ignore[arg-type]
+        forward: Any = self._retrograde_class.forward
+        if place.stage.settings.compile is not None and place.stage.dry is None:
+            forward = compiled(forward, place.stage.settings.compile)
+        own = Own(self, forward, keyword, place.stage.dry)  # type: ignore[arg-type]
         args, kwargs = without_cache(args, kwargs, place)
         return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
 
@@ -60,6 +64,12 @@ class Converted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
+
+
+@cache
+def compiled(forward: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A block class's own forward, compiled: once for all blocks that are alike."""
+    return torch.compile(forward, **dict(options))
 
 
 def _has_state(module: Any) -> bool:

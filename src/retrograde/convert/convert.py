@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,8 @@ _CHOICES = {
 def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "off",
-    overflow: str = "raise", state_bits: int | str = "auto", least: int = 2,
+    overflow: str = "raise", state_bits: int | str = "auto", compile: bool | dict[str, Any] = False,
+    least: int = 2,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -46,6 +48,8 @@ def convert(
             what a try on the example shows.
         velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
         memory, fraction_bits, verify, overflow, state_bits: as in `MomentumNet`.
+        compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
+            compile the rest of the model too, `torch.compile` it afterwards.)
         least: the fewest blocks that make a stage.
 
     Returns:
@@ -60,7 +64,9 @@ def convert(
     >>> model = convert(nn.TransformerEncoder(layer, 6), gamma=0.9)
     >>> model(torch.randn(2, 5, 16)).sum().backward()
     """
-    settings = Settings(gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits)
+    settings = Settings(
+        gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile)
+    )  # fmt: skip
     check_settings(settings)
     finding = look(model, example, stages, form, least)
     place(model, finding, settings)
@@ -228,6 +234,19 @@ def _check_model(model: Any) -> None:
         raise TypeError("a compiled model cannot be converted. Convert the model first, then torch.compile it.")
     if isinstance(model, CONTAINERS) and not len(model):
         raise ValueError("the model is empty.")
+
+
+def _compile_options(given: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Options of `torch.compile`, in a form that can be looked up by; None: not to be compiled."""
+    if not isinstance(given, bool | dict):
+        raise TypeError(f"compile must be True, False, or a dictionary of options of torch.compile; got {given!r}.")
+    if isinstance(given, bool):
+        return () if given else None
+    allowed = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    for name in given:
+        if name not in allowed:
+            raise ValueError(f"compile: torch.compile has no option {name!r}. It has: {', '.join(allowed)}.")
+    return tuple(sorted(given.items()))
 
 
 def check_settings(settings: Settings) -> None:

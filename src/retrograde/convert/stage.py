@@ -50,6 +50,7 @@ class Settings:
     verify: str = "off"
     overflow: str = "raise"
     state_bits: int | str = "auto"
+    compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
 
 
 class Spare:

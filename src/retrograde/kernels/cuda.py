@@ -114,8 +114,11 @@ def _advance(
     # magnitudes as the bits of non-negative floats, which order as integers do, NaN above all
     peak_v = tl.where(good, tl.abs(v.to(tl.float32)), tl.abs(step)).to(tl.int32, bitcast=True)
     peak_x = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
-    tl.atomic_max(watch_ptr, tl.max(tl.where(inside, peak_v, 0), 0))
-    tl.atomic_max(watch_ptr + 1, tl.max(tl.where(inside, peak_x, 0), 0))
+    most_v = tl.max(tl.where(inside, peak_v, 0), 0)
+    most_x = tl.max(tl.where(inside, peak_x, 0), 0)
+    # most pieces are below what is there already: a look at it is cheaper than an atomic operation
+    tl.atomic_max(watch_ptr, most_v, mask=most_v > tl.load(watch_ptr))
+    tl.atomic_max(watch_ptr + 1, most_x, mask=most_x > tl.load(watch_ptr + 1))
 
 
 @triton.jit
