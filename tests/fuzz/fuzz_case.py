@@ -51,6 +51,8 @@ class Case:
     strides: str  # "dense" | "channels_last" | "transposed" | "expanded"
     peak: float
     program: str
+    state_bits: int | str
+    every: int
 
     def __str__(self) -> str:
         parts = [
@@ -64,7 +66,8 @@ class Case:
             ("form", self.form), ("velocity", self.velocity), ("bits", self.fraction_bits), ("verify", self.verify),
             ("overflow", self.overflow), ("extras", self.extras), ("frozen", list(self.frozen)),
             ("eval", list(self.evaluated)), ("strides", self.strides), ("peak", self.peak),
-        ) if value not in ("branch", "none", "raise", "dense", 1.0, [])]  # fmt: skip
+            ("state", self.state_bits), ("every", self.every),
+        ) if value not in ("branch", "none", "raise", "dense", 1.0, [], 1) and (name, value) != ("state", "auto")]  # fmt: skip
         parts.append("x.grad" if self.needs_input else "no x.grad")
         inside = " inside autocast" if self.autocast and self.backward_inside else ""
         return ", ".join(parts) + f": {self.program}{inside}"
@@ -101,6 +104,8 @@ def draw(seed: int) -> Case:
     strides = rng.choice(["dense"] * 4 + ["channels_last", "transposed", "expanded"])
     # PyTorch 2.13 itself crashes on GroupNorm of a channels_last input that needs no gradient
     needs_input = rng.random() < 0.6 or (layout == "image" and strides != "dense")
+    narrow = dtype != torch.float64 and rng.random() < 0.15
+    bits: list[int | str] = ["auto", "auto", 6] if narrow else ["auto", "auto", 16, 20, 22 if not half else 12]
     return Case(
         seed, layout, kinds, order, gammas,
         form=rng.choice(["branch", "block"]),
@@ -108,7 +113,7 @@ def draw(seed: int) -> Case:
         dtype=dtype,
         autocast=autocast,
         backward_inside=rng.random() < 0.4,
-        fraction_bits=_settled(program, rng.choice(["auto", "auto", 16, 20, 22 if not half else 12])),
+        fraction_bits=_settled(program, rng.choice(bits), 6 if narrow else 20),
         verify=rng.choice(["off", "off", "off", "end", "blocks"]),
         overflow=rng.choice(["raise", "raise", "raise", "nan"]),
         extras=rng.choice(EXTRAS),
@@ -119,12 +124,14 @@ def draw(seed: int) -> Case:
         strides=strides,
         peak=rng.choice([1.0] * 8 + [1e-3, 30.0, 1e5]),
         program=program,
+        state_bits=16 if narrow else "auto",
+        every=rng.choice([2, 3]) if not per_layer and rng.random() < 0.1 else 1,
     )  # fmt: skip
 
 
-def _settled(program: str, bits: int | str) -> int | str:
+def _settled(program: str, bits: int | str, instead: int) -> int | str:
     """A pass that fails has taught the range something, in one mode more than in another."""
-    return 20 if program == "failed first" and bits == "auto" else bits
+    return instead if program == "failed first" and bits == "auto" else bits
 
 
 def build(case: Case) -> rg.MomentumNet:
@@ -149,6 +156,7 @@ def build(case: Case) -> rg.MomentumNet:
     net = rg.MomentumNet(
         [blocks[k] for k in case.order], gamma=case.gammas[0] if len(case.gammas) == 1 else case.gammas, form=case.form,
         velocity=velocity, memory="store", fraction_bits=case.fraction_bits, verify=case.verify, overflow=case.overflow,
+        state_bits=case.state_bits, every=case.every,
     )  # fmt: skip
     return net.to(case.dtype)
 

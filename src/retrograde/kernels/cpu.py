@@ -7,7 +7,7 @@ CPUs have vector instructions for 32-bit products and for float64, but none for 
 
 (a + ½)/b is at least ½/b away from any integer, and the computed value is off by less than 2^−51·|a|/b < ½/b, so the
 floor is exact. Working through the tensors piece by piece keeps the temporaries in cache and small (2 MB a thread, whatever
-the size of the state). 64-bit state goes through the plain-torch bodies, piece by piece; 16-bit state is widened for a step.
+the size of the state). 64-bit and 16-bit state goes through the plain-torch bodies, piece by piece.
 """
 
 from __future__ import annotations
@@ -121,22 +121,6 @@ def _native(
     return job
 
 
-def _widened(body: Any) -> Any:
-    """The body, for 16-bit state too."""
-
-    @functools.wraps(body)
-    def step(x: Tensor, v: Tensor, *others: Any) -> None:
-        if x.dtype != torch.int16:
-            return body(x, v, *others)
-        x_, v_ = x.int(), v.int()
-        body(x_, v_, *others)
-        x.copy_(x_)
-        v.copy_(v_)
-
-    return step
-
-
-@_widened
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
@@ -171,7 +155,6 @@ def advance_(
     watch[0], watch[1] = v_ if step_ <= 2.0**30 else step_, x_
 
 
-@_widened
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
     if x.dtype != torch.int32 or not alike(x, v, out):
         plain.pull_(x, v, unit, guard, out)
@@ -182,7 +165,6 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
         _decode(x_.sub_(plain.rounded(v_, guard)), unit, out_)
 
 
-@_widened
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,

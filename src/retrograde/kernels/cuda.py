@@ -89,6 +89,12 @@ def _rounded(v, guard):
 
 
 @triton.jit
+def _held(a, ptr):
+    """a as it is held: what leaves the range wraps, and comes back by the opposite step."""
+    return a.to(ptr.dtype.element_ty).to(tl.int32)
+
+
+@triton.jit
 def _advance(
     x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr,
     size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
@@ -107,12 +113,13 @@ def _advance(
         v = v * 0
     good = tl.abs(step) <= 1073741824.0
     v = v + tl.where(good, step, 0.0).to(tl.int32)
-    x = x + _rounded(v, guard)
+    # magnitudes as the bits of non-negative floats, which order as integers do, NaN above all
+    peak_v = tl.where(good, tl.abs(v.to(tl.float32)), tl.abs(step)).to(tl.int32, bitcast=True)
+    v = _held(v, v_ptr)
+    x = _held(x + _rounded(v, guard), x_ptr)
     tl.store(v_ptr + at, v, inside)
     tl.store(x_ptr + at, x, inside)
     tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
-    # magnitudes as the bits of non-negative floats, which order as integers do, NaN above all
-    peak_v = tl.where(good, tl.abs(v.to(tl.float32)), tl.abs(step)).to(tl.int32, bitcast=True)
     peak_x = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
     most_v = tl.max(tl.where(inside, peak_v, 0), 0)
     most_x = tl.max(tl.where(inside, peak_x, 0), 0)
@@ -126,7 +133,7 @@ def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     v = tl.load(v_ptr + at, inside, other=0).to(tl.int32)
-    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) - _rounded(v, guard)
+    x = _held(tl.load(x_ptr + at, inside, other=0).to(tl.int32) - _rounded(v, guard), x_ptr)
     tl.store(x_ptr + at, x, inside)
     tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
 
@@ -142,14 +149,14 @@ def _retreat(
     x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) if RESIDUAL or PULL else 0
     step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
     good = tl.abs(step) <= 1073741824.0
-    v = tl.load(v_ptr + at, inside, other=0).to(tl.int32) - tl.where(good, step, 0.0).to(tl.int32)
+    v = _held(tl.load(v_ptr + at, inside, other=0).to(tl.int32) - tl.where(good, step, 0.0).to(tl.int32), v_ptr)
     if KIND >= 2:
         i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
         v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
         tl.store(i_ptr + at, i, inside)
     tl.store(v_ptr + at, v, inside)
     if PULL:
-        x = x - _rounded(v, guard)
+        x = _held(x - _rounded(v, guard), x_ptr)
         tl.store(x_ptr + at, x, inside)
         tl.store(out_ptr + at, x.to(tl.float32) * unit, inside)
 
