@@ -1,0 +1,247 @@
+"""Every replay is proved to have found what forward computed; by default without waiting for an accelerator.
+
+"reverse": v of some layers is hashed on the way forward (`Proven.mark`). Backward is proved where it ends: the state is taken to
+the nearest of them below, and must hash to the same. An output of a block that is not that of forward moves v, and v only grows
+further apart on the way down (by 1/γ a layer), so the one comparison is for all blocks above.
+
+"checkpoint": a gradient is made of the tensors that autograd has saved, and of nothing else. So those are hashed, block by block,
+and those of the replay must hash to the same (`Ledger`). The replay may still stop at the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..core.call import Call
+from ..core.errors import ReplayError
+from ..core.tape import Kept, State, Tape
+from ..core.verify import digest
+from .later import Later
+from .thread import SameThread
+
+CHOICES = ("auto", "off", "end", "blocks")
+EVERY = 8  # layers between two marks: so far at most a backward pass that ends in between is continued
+_KEPT = "They were not put back: zero them, or go back to a checkpoint, before the next step. verify='end' raises"
+
+
+def at_end_of_backward(then: Any) -> None:
+    """Have this done when the backward pass in progress has come to its end."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
+
+
+class Gradients:
+    """The gradients of some parameters as they are now."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.entries = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in set(parameters)]
+
+    def restore(self) -> None:
+        for p, gradient, values in self.entries:
+            p.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.detach().copy_(values)
+
+
+class Proven(Tape):
+    """A tape that proves that backward found the states of forward.
+
+    Args:
+        verify: "auto": told `later`, gradients stay as they are; "end", "blocks": raised at once, and gradients put back.
+    """
+
+    def __init__(self, state: State, verify: str, later: Later) -> None:
+        super().__init__(state)
+        self.verify, self.later = verify, later
+        self.marks: dict[int, Tensor] = {}
+        self.task: int | None = None  # the backward pass that was here last
+        self.gradients: Gradients | None = None
+        self.proved, self.rising = True, False
+        self.launched: Ledger | None = None  # no state leads back to what made the initial velocity
+
+    def mark(self, k: int) -> None:
+        """Forward stands before block k."""
+        if self.verify != "off" and self.lowest is not None and k >= 0 and (k % EVERY == 0 or k == self.lowest):
+            self.marks[k] = self.state.mark()
+
+    def note(self, call: Call, saved: list[Tensor]) -> None:
+        if self.verify == "auto" and call is self.calls.get(-1) and saved:
+            self.launched = Ledger(1, saved[0].device, self.later)
+            self.launched.note(0, call, saved)
+
+    def check(self, call: Call, saved: list[Tensor]) -> None:
+        if self.launched is not None and call is self.calls[-1]:
+            self.launched.check(0, saved)
+
+    def recall(self, k: int) -> Tensor:
+        if self.verify == "off" or self.lost:
+            return super().recall(k)
+        task = torch._C._current_graph_task_id()
+        if task != self.task and task != -1:
+            self._begin(task)
+        self.proved = False
+        try:
+            if self.rising and self.at > k >= 0:
+                self._confirm()
+            return super().recall(k)
+        except BaseException:
+            self._undo()
+            raise
+
+    def seek(self, k: int, lazily: bool = False) -> None:
+        if self.rising and k < self.at:
+            self._confirm()
+        start = self.at
+        super().seek(k, lazily)
+        self.rising |= self.at > start
+
+    def abandon(self, k: int) -> None:
+        super().abandon(k)
+        self._undo()
+
+    def served(self) -> None:
+        if self.verify != "off":
+            self._prove()
+        super().served()
+
+    def _begin(self, task: int) -> None:
+        if self.task is None and torch._C._autograd._get_current_graph_task_keep_graph():
+            self.marks[self.at] = self.state.mark()  # so that a later pass finds its way up again
+        self.task = task
+        if self.verify != "auto":
+            self.gradients = Gradients(p for call in self.calls.values() for p in call.parts.parameters)
+        at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        """The backward pass is over; it may have ended above the first block, where nothing below was asked for."""
+        if not self.proved and not self.lost:
+            self._prove()
+        self.gradients = None
+
+    def _prove(self) -> None:
+        if self.rising:
+            self._confirm()
+        k = max((m for m in self.marks if m <= self.at), default=None)
+        if k is not None:
+            self.seek(k)
+            self._compare(k)
+        self.proved, self.gradients = True, None
+
+    def _confirm(self) -> None:
+        """Blocks were run forwards again: see, a little further up, that this led where it did before."""
+        self.rising = False
+        k = min((m for m in self.marks if m >= self.at), default=None)
+        if k is not None:
+            super().seek(k)
+            self._compare(k)
+
+    def _compare(self, k: int) -> None:
+        moved = self.state.mark() != self.marks[k]
+        if self.verify == "auto":
+            self.later.tell(moved, _judge_rewound)
+        elif bool(moved):
+            self._undo()
+            raise ReplayError(
+                "the network did not rewind to its start: some block, run again in backward, gave another output than "
+                "in forward, so gradients would be wrong; they were put back. verify='blocks' names the block."
+            )
+
+    def _undo(self) -> None:
+        if self.gradients is not None:
+            self.gradients.restore()
+            self.gradients = None
+
+
+def _judge_rewound(moved: Tensor, when: str) -> None:
+    if moved.any():
+        raise ReplayError(
+            f"the gradients of {when} backward pass are wrong: the network did not rewind to its start, so some block, run again, "
+            f"gave another output than in forward. {_KEPT} in time and puts them back; verify='blocks' names the block."
+        )
+
+
+class Ledger:
+    """Hashes of what the blocks of one pass saved for autograd, and of what their replays saved.
+
+    A replay takes its hash off: what is then neither 0 nor untouched has not repeated itself.
+    """
+
+    def __init__(self, blocks: int, device: torch.device, later: Later) -> None:
+        self.later, self.names, self.picked = later, dict[int, str](), dict[int, list[int]]()
+        self.noted = torch.zeros(blocks, dtype=torch.int64, device=device)
+        self.slots = self.noted.unbind()
+        self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
+        self.thread = SameThread() if device.type == "cuda" else None
+
+    def note(self, k: int, call: Call, saved: list[Tensor], x: Tensor | None = None) -> None:
+        """Block k, on x, saved these in forward."""
+        self.names[k], self.picked[k] = call.name, _picked(call, saved, x)
+        self._add(k, saved, self.slots[k], 1)
+
+    def check(self, k: int, saved: list[Tensor]) -> None:
+        """Its replay saved these."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or not self.picked[k]:
+            return
+        if task not in self.left:
+            self.left[task] = self.noted.clone(), set()
+            at_end_of_backward(partial(self._end, task))
+        left, done = self.left[task]
+        if k not in done:
+            done.add(k)
+            self._add(k, saved, left[k], -1)
+
+    def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
+        for index in self.picked[k]:
+            digest(saved[index], into, index, sign)
+
+    def _end(self, task: int) -> None:
+        left, _ = self.left.pop(task)
+        self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names))
+
+
+def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
+    if differs.any():
+        name = names[next(k for k in names if differs[k])]
+        raise ReplayError(
+            f"the gradients of {when} backward pass are wrong: {name}, run again, saved other values for autograd than in forward. "
+            f"{_KEPT} before that block's own are made."
+        )
+
+
+def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> list[int]:
+    """Which of the tensors are to be hashed.
+
+    Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay;
+    no bytes in a row, which are libraries' workspaces and may hold anything.
+    """
+    known = {t.data_ptr() for own, _ in call.parts.statistics for t in own.values() if t is not None}
+    known |= set() if x is None else {x.data_ptr()}
+    picked: dict[tuple[int, int], int] = {}
+    for index, t in enumerate(saved):
+        t = getattr(t, "_local_tensor", t)
+        if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
+            continue
+        workspace = t.dtype == torch.uint8 and t.dim() == 1
+        if t.numel() and not workspace and t.data_ptr() not in known:
+            picked.setdefault((t.data_ptr(), t.nbytes), index)
+    return list(picked.values())
+
+
+class Noted(Kept):
+    """A block's input, kept, whose replay is checked."""
+
+    def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
+        super().__init__(x)
+        self.ledger, self.k = ledger, k
+
+    def note(self, call: Call, saved: list[Tensor]) -> None:
+        self.ledger.note(self.k, call, saved, self.x)
+
+    def check(self, call: Call, saved: list[Tensor]) -> None:
+        self.ledger.check(self.k, saved)
