@@ -29,7 +29,7 @@ import retrograde as rg
 class Retrograde(Contender):
     name = "Retrograde"
 
-    def __init__(self, verify: str = "off", memory: str = "reverse") -> None:
+    def __init__(self, verify: str = "auto", memory: str = "reverse") -> None:
         self.verify, self.memory = verify, memory
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:

@@ -55,7 +55,7 @@ def digest_ref(w: Tensor, seed: int) -> Tensor:
         piece = w[start : start + _PIECE].long() & _LOW
         left, right = torch.nn.functional.pad(piece, (0, -piece.numel() % 16)).view(-1, 2, 8).unbind(1)
         place = torch.arange(start // 2, start // 2 + left.numel(), device=w.device).view_as(left)
-        k = (place * KEYS[0] + seed) & _LOW
+        k = (place * KEYS[0] + seed + KEYS[2]) & _LOW
         k = ((k ^ (k >> 15)) * KEYS[1]) & _LOW
         k = k ^ (k >> 13)
         total += (((left + k) & _LOW) * ((right + k * KEYS[2]) & _LOW)).sum()

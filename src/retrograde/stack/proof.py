@@ -26,6 +26,7 @@ from .later import Later
 from .thread import SameThread
 
 CHOICES = ("auto", "off", "end", "blocks")
+_START = 4096  # elements of a parameter
 EVERY = 8  # layers between two marks: so far at most a backward pass that ends in between is continued
 _KEPT = "They were not put back: zero them, or go back to a checkpoint, before the next step. verify='end' raises"
 
@@ -172,9 +173,9 @@ class Ledger:
     """
 
     def __init__(self, blocks: int, device: torch.device, later: Later) -> None:
-        self.later, self.names, self.picked = later, dict[int, str](), dict[int, list[int]]()
-        self.noted = torch.zeros(blocks, dtype=torch.int64, device=device)
-        self.slots = self.noted.unbind()
+        self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
+        self.noted = torch.zeros(blocks, 2, dtype=torch.int64, device=device)  # 16 bytes apart: aligned as kernels like it
+        self.slots = self.noted[:, 0].unbind()
         self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
         self.thread = SameThread() if device.type == "cuda" else None
 
@@ -194,11 +195,12 @@ class Ledger:
         left, done = self.left[task]
         if k not in done:
             done.add(k)
-            self._add(k, saved, left[k], -1)
+            self._add(k, saved, left[k, 0], -1)
 
     def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
-        for index in self.picked[k]:
-            digest(saved[index], into, index, sign)
+        for index, most in self.picked[k].items():
+            t = saved[index]
+            digest(t if t.numel() <= most else _start(t, most), into, index, sign)
 
     def _end(self, task: int) -> None:
         left, _ = self.left.pop(task)
@@ -207,30 +209,40 @@ class Ledger:
 
 def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
     if differs.any():
-        name = names[next(k for k in names if differs[k])]
+        name = names[next(k for k in names if differs[k].any())]
         raise ReplayError(
             f"the gradients of {when} backward pass are wrong: {name}, run again, saved other values for autograd than in forward. "
             f"{_KEPT} before that block's own are made."
         )
 
 
-def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> list[int]:
-    """Which of the tensors are to be hashed.
+def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
+    """Which of the tensors are to be hashed, and how many elements of each at most.
 
     Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay;
-    no bytes in a row, which are libraries' workspaces and may hold anything.
+    no bytes in a row, which are libraries' workspaces and may hold anything. Of parameters and buffers the start will do: autograd
+    too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
     known = {t.data_ptr() for own, _ in call.parts.statistics for t in own.values() if t is not None}
     known |= set() if x is None else {x.data_ptr()}
-    picked: dict[tuple[int, int], int] = {}
+    held = {t.data_ptr() for t in call.parts.watched if type(t) in (Tensor, Parameter)}
+    seen, picked = set[tuple[int, int]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
         if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
             continue
         workspace = t.dtype == torch.uint8 and t.dim() == 1
-        if t.numel() and not workspace and t.data_ptr() not in known:
-            picked.setdefault((t.data_ptr(), t.nbytes), index)
-    return list(picked.values())
+        place = t.data_ptr()
+        if t.numel() and not workspace and place not in known and (place, t.nbytes) not in seen:
+            seen.add((place, t.nbytes))
+            picked[index] = _START if place in held else t.numel()
+    return picked
+
+
+def _start(t: Tensor, most: int) -> Tensor:
+    """The first elements of a tensor in memory, if it lies there without gaps."""
+    t = getattr(t, "_local_tensor", t)
+    return t.detach().as_strided((most,), (1,)) if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()) else t
 
 
 class Noted(Kept):
