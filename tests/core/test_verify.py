@@ -7,7 +7,9 @@ from torch import Tensor
 from retrograde.core.verify import checksum, digest, digest_ref, words
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int16, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int16, torch.bool]
+)
 def test_every_element_counts(dtype: torch.dtype) -> None:
     t = torch.randint(0, 2, (1_037,)).to(dtype)
     found = {checksum(t)}

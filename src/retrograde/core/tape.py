@@ -53,8 +53,8 @@ class Kept:
             )
         return self.x.detach()
 
-    def note(self, call: Call, saved: list[Tensor]) -> None: ...
-    def check(self, call: Call, saved: list[Tensor]) -> None: ...
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def settle(self, k: int, y: Any, held: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
     def pass_by(self, k: int) -> None: ...
@@ -82,8 +82,8 @@ class Tape:
         self.seek(k + 1, lazily=True)
         return self._pull()
 
-    def note(self, call: Call, saved: list[Tensor]) -> None: ...
-    def check(self, call: Call, saved: list[Tensor]) -> None: ...
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def settle(self, k: int, y: Tensor, held: bool) -> None:
         if self.pulled:
             self.pulled, self.at, self.owed = False, k, y
@@ -179,7 +179,7 @@ class Frame:
                 )
             self.shapes = [t.shape for t in fresh]
             self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
-            self.source.note(self.call, fresh)
+            self.source.note(self.call, fresh, y)
             if look is not None:
                 look(fresh)
             return y
@@ -215,7 +215,7 @@ class Frame:
             saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
-        self.source.check(self.call, saved)
+        self.source.check(self.call, saved, y)
         self.source.settle(self.k, y, self.ends_saved)
         self.saved = dict(enumerate(saved))
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

@@ -4,8 +4,9 @@
 the nearest of them below, and must hash to the same. An output of a block that is not that of forward moves v, and v only grows
 further apart on the way down (by 1/γ a layer), so the one comparison is for all blocks above.
 
-"checkpoint": a gradient is made of the tensors that autograd has saved, and of nothing else. So those are hashed, block by block,
-and those of the replay must hash to the same (`Ledger`). The replay may still stop at the last of them.
+"checkpoint": block by block, hashes of forward and of the replay must be the same (`Ledger`). A block that ends in a product with
+a parameter would be run to its end for nothing else: its replay stops at the last tensor that autograd has saved, and those are
+hashed, for a gradient is made of them and of nothing else. Of any other block it is the output.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class Proven(Tape):
         if self.verify != "off" and self.lowest is not None and k >= 0 and (k % EVERY == 0 or k == self.lowest):
             self.marks[k] = self.state.mark()
 
-    def note(self, call: Call, saved: list[Tensor]) -> None:
-        if self.verify == "auto" and call is self.calls.get(-1) and saved:
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        if self.verify == "auto" and saved and call is self.calls.get(-1):
             self.launched = Ledger(1, saved[0].device, self.later)
-            self.launched.note(0, call, saved)
+            self.launched.note(0, call, [*saved, y], None)
 
-    def check(self, call: Call, saved: list[Tensor]) -> None:
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if self.launched is not None and call is self.calls[-1]:
-            self.launched.check(0, saved)
+            self.launched.check(0, [*saved, y])
 
     def recall(self, k: int) -> Tensor:
         if self.verify == "off" or self.lost:
@@ -174,15 +175,21 @@ class Ledger:
 
     def __init__(self, blocks: int, device: torch.device, later: Later) -> None:
         self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
-        self.noted = torch.zeros(blocks, 2, dtype=torch.int64, device=device)  # 16 bytes apart: aligned as kernels like it
+        self.noted = torch.zeros(
+            blocks, 2, dtype=torch.int64, device=device
+        )  # 16 bytes apart: aligned as kernels like it
         self.slots = self.noted[:, 0].unbind()
         self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
         self.thread = SameThread() if device.type == "cuda" else None
 
-    def note(self, k: int, call: Call, saved: list[Tensor], x: Tensor | None = None) -> None:
-        """Block k, on x, saved these in forward."""
-        self.names[k], self.picked[k] = call.name, _picked(call, saved, x)
-        self._add(k, saved, self.slots[k], 1)
+    def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None) -> bool:
+        """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too."""
+        whole = isinstance(tensors[-1], Tensor) and not _ends_in_product(tensors[-1])
+        self.names[k] = call.name
+        self.picked[k] = {len(tensors) - 1: tensors[-1].numel()} if whole else _picked(call, tensors[:-1], x)
+        if len(tensors) > 1:
+            self._add(k, tensors, self.slots[k], 1)
+        return whole
 
     def check(self, k: int, saved: list[Tensor]) -> None:
         """Its replay saved these."""
@@ -216,27 +223,53 @@ def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
         )
 
 
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "ConvolutionBackward0"}
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "MulBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
+    "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0",
+}  # fmt: skip
+
+
+def _ends_in_product(y: Tensor) -> bool:
+    """Whether the last thing that a block does, for which autograd saves anything, is a matrix product or a convolution."""
+    nodes = [y.grad_fn]
+    for node in nodes:
+        if node is None or len(nodes) > 8:
+            continue
+        if node.name() in _PRODUCTS:
+            return True
+        if node.name() in _LINEAR:
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
 def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
     """Which of the tensors are to be hashed, and how many elements of each at most.
 
-    Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay;
-    no bytes in a row, which are libraries' workspaces and may hold anything. Of parameters and buffers the start will do: autograd
+    Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay
+    (instance norm saves copies of them, in one dimension); no bytes in a row, which are libraries' workspaces and may hold
+    anything. Of parameters and buffers the start will do: autograd
     too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
     known = {t.data_ptr() for own, _ in call.parts.statistics for t in own.values() if t is not None}
     known |= set() if x is None else {x.data_ptr()}
-    held = {t.data_ptr() for t in call.parts.watched if type(t) in (Tensor, Parameter)}
+    held = _addresses(call)
     seen, picked = set[tuple[int, int]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
         if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
             continue
-        workspace = t.dtype == torch.uint8 and t.dim() == 1
+        aside = t.dim() == 1 and (t.dtype == torch.uint8 or bool(call.parts.statistics))
         place = t.data_ptr()
-        if t.numel() and not workspace and place not in known and (place, t.nbytes) not in seen:
+        if t.numel() and not aside and place not in known and (place, t.nbytes) not in seen:
             seen.add((place, t.nbytes))
             picked[index] = _START if place in held else t.numel()
     return picked
+
+
+def _addresses(call: Call) -> set[int]:
+    """Where the parameters and buffers of a block are."""
+    return {t.data_ptr() for t in call.parts.watched if type(t) in (Tensor, Parameter)}
 
 
 def _start(t: Tensor, most: int) -> Tensor:
@@ -252,8 +285,8 @@ class Noted(Kept):
         super().__init__(x)
         self.ledger, self.k = ledger, k
 
-    def note(self, call: Call, saved: list[Tensor]) -> None:
-        self.ledger.note(self.k, call, saved, self.x)
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x)
 
-    def check(self, call: Call, saved: list[Tensor]) -> None:
-        self.ledger.check(self.k, saved)
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        self.ledger.check(self.k, [*saved, y])
