@@ -29,11 +29,12 @@ import retrograde as rg
 class Retrograde(Contender):
     name = "Retrograde"
 
-    def __init__(self, verify: str = "off", memory: str = "reverse") -> None:
-        self.verify, self.memory = verify, memory
+    def __init__(self, verify: str = "auto", memory: str = "reverse", fraction_bits: int | str = "auto") -> None:
+        self.verify, self.memory, self.fraction_bits = verify, memory, fraction_bits
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:
         memory = "store" if stored else self.memory
+        options = {"fraction_bits": self.fraction_bits} | options
         return rg.MomentumNet(blocks, memory=memory, verify=self.verify, **options)
 
     def plain(  # type: ignore[override]

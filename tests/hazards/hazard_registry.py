@@ -138,7 +138,7 @@ def judge(h: Hazard, contender: Contender) -> Cell:
 
 def judge_ours(h: Hazard, ours: Callable[[str], Contender]) -> Cell:
     """How we do by default; where that is silently wrong, also which verify= sees it."""
-    cell = judge(h, ours("off"))
+    cell = judge(h, ours("auto"))
     if cell.kind == "wrong":
         for verify in ("end", "blocks"):
             if judge(h, ours(verify)).kind == "raises":

@@ -8,6 +8,7 @@ from bodies import ratios, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrograde.core import verify
 from retrograde.kernels import cpu, native
 from retrograde.stack import graph
 
@@ -106,3 +107,17 @@ def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype,
                     cast.copy_(gy)
                 found.append([gy, cast, *([out] if wanted else [])])
             assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 17, 31, 5_000, 300_001])
+def test_the_hash_is_the_one_defined(dtype, size, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.load_digest() is None:
+        pytest.skip("no C compiler on this machine")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    t = torch.randint(0, 200, (size + 1,)).to(dtype)[size % 2 :]
+    for seed, sign in ((0, 1), (1, -1), (2**31 + 7, 1)):
+        found = torch.full((), 5, dtype=torch.int64)
+        assert cpu.digest(t, found, seed, sign)
+        assert found == 5 + sign * verify.digest_ref(verify.words(t), seed)

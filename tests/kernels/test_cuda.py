@@ -8,6 +8,7 @@ from bodies import ratios, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrograde.core import verify
 from retrograde.stack import graph
 
 pytest.importorskip("triton")
@@ -82,3 +83,13 @@ def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype, carrie
                     cast.copy_(gy)
                 found.append([gy, cast, *([out] if wanted else [])])
             assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 17, 31, 1_023, 5_000])
+def test_the_hash_is_the_one_defined(dtype: torch.dtype, size: int) -> None:
+    t = torch.randint(0, 200, (size + 1,)).to(dtype).to(DEVICE)[size % 2 :]
+    for seed, sign in ((0, 1), (1, -1), (77, 1)):
+        found = torch.full((), 5, dtype=torch.int64, device=DEVICE)
+        assert cuda.digest(t, found, seed, sign)
+        assert found == 5 + sign * verify.digest_ref(verify.words(t), seed)

@@ -14,20 +14,21 @@ from ..core.parts import copied_buffers
 from ..core.rational import as_ratios
 from ..stack.calibrate import unheard
 from ..stack.planner import MODES
+from ..stack.proof import CHOICES as VERIFY
 from . import block as blocks
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
 from .stage import Settings, Stage
 
 STAGES, NESTED = "_retrograde_stages", "_retrograde_nested"
 _CHOICES = {
-    "form": ("block", "branch"), "velocity": (None, "first"), "memory": MODES, "verify": ("off", "end", "blocks"),
+    "form": ("block", "branch"), "velocity": (None, "first"), "memory": MODES, "verify": VERIFY,
     "overflow": ("raise", "nan"),
 }  # fmt: skip
 
 
 def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
-    form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "off",
+    form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "auto",
     overflow: str = "raise", state_bits: int | str = "auto", compile: bool | dict[str, Any] = False,
     least: int = 2,
 ) -> nn.Module:  # fmt: skip

@@ -35,6 +35,7 @@ from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Recurrence
 from ..stack.planner import cheapest
+from ..stack.proof import Ledger, Noted
 from .branch import Branch
 
 
@@ -47,7 +48,7 @@ class Settings:
     velocity: str | None = None
     memory: str = "auto"
     fraction_bits: int | str = "auto"
-    verify: str = "off"
+    verify: str = "auto"
     overflow: str = "raise"
     state_bits: int | str = "auto"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
@@ -232,8 +233,11 @@ class Stage:
         if not torch.is_grad_enabled() or self.used == "store":
             y = own(x, *extra.args, **extra.kwargs)
         else:
-            call, version = Call(own, extra, path, verified=self.settings.verify != "off", memo=self.memo), x._version
-            y = Frame(call, Kept(x.detach()), 0).run(x)
+            verify, later = "off" if self.dry else self.settings.verify, self.range.later
+            later.collect(x)
+            call, version = Call(own, extra, path, verified=verify in ("end", "blocks"), memo=self.memo), x._version
+            kept = Noted(x.detach(), Ledger(1, x.device, later), 0) if verify == "auto" else Kept(x.detach())
+            y = Frame(call, kept, 0).run(x)
             if x._version != version:
                 raise ReplayError(
                     f"{path} writes to its input, so its input cannot be kept. Use memory='store' for it."
@@ -261,6 +265,7 @@ class Stage:
             verify=self.settings.verify,
             overflow=self.settings.overflow,
             memo=self.memo,
+            later=self.range.later,
         )
         run.learns = fixed is None
         if self.settings.velocity == "first":

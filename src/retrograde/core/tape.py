@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .call import WHEN_NOT_REPEATED, Call, version
 from .errors import ReplayError
-from .verify import Gradients
 
 
 class State(Protocol):
@@ -32,7 +31,7 @@ class State(Protocol):
     def push(self) -> None: ...  # undo `pull`
     def retreat(self, k: int, y: Tensor) -> None: ...  # second half: block k gave y on it
     def recede(self, k: int, y: Tensor) -> Tensor: ...  # `retreat`, then the next `pull`
-    def rewound(self, start: Any) -> bool: ...  # at layer 0: is everything back at its start?
+    def mark(self) -> Tensor: ...  # a hash of where it stands
     def free(self) -> None: ...
 
 
@@ -42,6 +41,9 @@ class Kept:
     needs_output = False  # of the block that is run again
 
     def __init__(self, x: Tensor) -> None:
+        self.hold(x)
+
+    def hold(self, x: Tensor) -> None:
         self.x, self.version = x, x._version
 
     def recall(self, k: int) -> Tensor:
@@ -51,6 +53,8 @@ class Kept:
             )
         return self.x.detach()
 
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def settle(self, k: int, y: Any, now: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
     def pass_by(self, k: int) -> None: ...
@@ -61,37 +65,30 @@ class Tape:
 
     needs_output = True
 
-    def __init__(self, state: State, verify: str) -> None:
-        self.state, self.verify = state, verify
+    def __init__(self, state: State) -> None:
+        self.state = state
         self.calls: dict[int, Call] = {}
         self.at, self.pulled = 0, False
         self.owed: Tensor | None = None  # the output of block `at`: the last step back is still to be finished with it
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
-        self.start: Any = None  # what `State.rewound` compares with
-        self.gradients: dict[int, Gradients] = {}  # by backward pass
         self.lost = ""  # why there is nothing to go on from
 
     def recall(self, k: int) -> Tensor:
         if self.lost:
             raise RuntimeError(self.lost)
-        if self.verify != "off" and torch._C._current_graph_task_id() not in self.gradients:
-            parameters = (p for call in self.calls.values() for p in call.parts.parameters)
-            self.gradients = {torch._C._current_graph_task_id(): Gradients(parameters)}
-        try:
-            if self.at <= k or k < 0:
-                self.seek(max(k, 0))
-                return self.state.read()
-            self.seek(k + 1, lazily=True)
-            return self._pull()
-        except BaseException:
-            self._undo_gradients()
-            raise
+        if self.at <= k or k < 0:
+            self.seek(max(k, 0))
+            return self.state.read()
+        self.seek(k + 1, lazily=True)
+        return self._pull()
 
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def settle(self, k: int, y: Tensor, now: bool) -> None:
         if self.pulled:
             self.pulled, self.at, self.owed = False, k, y
         if k == self.lowest:
-            self._served()
+            self.served()
         self.seek(self.at, lazily=not now)
 
     def pass_by(self, k: int) -> None:
@@ -104,7 +101,6 @@ class Tape:
         if self.pulled:
             self.state.push()
             self.pulled = False
-        self._undo_gradients()
 
     def seek(self, k: int, lazily: bool = False) -> None:
         while self.at > k:
@@ -145,16 +141,8 @@ class Tape:
         self.lost = ""
         return result
 
-    def _served(self) -> None:
-        if self.verify != "off":
-            self.seek(0)
-            if not self.state.rewound(self.start):
-                self._undo_gradients()
-                raise ReplayError(
-                    "the network did not rewind to its start: some block, run again in backward, gave another output than "
-                    "in forward, so gradients would be wrong; they were put back. verify='blocks' names the block."
-                )
-        self.gradients = {}
+    def served(self) -> None:
+        """The last block that has anything to replay has been replayed."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.state.free()
             self.owed = None
@@ -162,11 +150,6 @@ class Tape:
                 "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first. (If it has run "
                 "once only, a Function in the first block reads ctx.saved_tensors twice: read it once, into variables.)"
             )
-
-    def _undo_gradients(self) -> None:
-        for gradients in self.gradients.values():
-            gradients.restore()
-        self.gradients = {}
 
 
 class Frame:
@@ -197,6 +180,7 @@ class Frame:
                 )
             self.shapes = [t.shape for t in fresh]
             self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
+            self.source.note(self.call, fresh, y)
             if look is not None:
                 look(fresh)
             return y
@@ -232,6 +216,7 @@ class Frame:
             saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
+        self.source.check(self.call, saved, y)
         self.source.settle(self.k, y, self.eager)
         self.saved = dict(enumerate(saved))
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

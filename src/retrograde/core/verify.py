@@ -1,49 +1,67 @@
-"""Proof that a replay used the right activations, and nothing lost if it did not.
+"""A hash by which it is seen whether a block repeated itself.
 
-`checksum` is a 64-bit hash of a tensor's bits and their places: two outputs of a block that differ anywhere have the same
-one with a chance of about 2^−64. `Gradients` remembers `.grad` before a backward pass, to put it back if the proof fails.
+`digest` is a 64-bit hash of a tensor's bits and their places. The memory is read as 32-bit words w in rows of 16 (the last filled up
+with zeros), and the left half of each row is multiplied with the right one, after adding keys that differ from place to place
+(NH of Black, Halevi, Krawczyk, Krovetz and Rogaway, 1999):
+
+    Σ (w_j + k_j mod 2^32) · (w_{j+8} + k'_j mod 2^32)   mod 2^64
+
+One product for two words, a sum in any order; tensors that differ in one word have the same with a chance of 2^−32, in
+several, of about 2^−64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20
-_MIX = [c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]  # as signed 64-bit integers
+from .ops import bodies, values
+
+_PIECE, _LOW = 1 << 20, 2**32 - 1
+KEYS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+
+
+def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) -> Tensor:
+    """Add sign times the hash of t to `into`, a 64-bit integer on its device; that integer. `seed` tells tensors apart.
+
+    >>> a = torch.arange(6.0)
+    >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(a.flip(0)))
+    (True, False)
+    """
+    t = values(getattr(t, "_local_tensor", t).detach())
+    into = torch.zeros((), dtype=torch.int64, device=t.device) if into is None else into
+    t = torch.view_as_real(t) if t.is_complex() else t
+    if not t.is_contiguous():  # any dense layout is taken as it lies in memory
+        t = t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).contiguous()
+    faster = getattr(bodies(t), "digest", None) if type(t) in (Tensor, Parameter) else None
+    if t.numel() and (faster is None or not faster(t, into, seed, sign)):
+        into += sign * digest_ref(words(t), seed)
+    return into
+
+
+def words(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 32-bit integers."""
+    flat = t.reshape(-1).view(torch.uint8)
+    if flat.numel() % 4 or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    return flat.view(torch.int32)
+
+
+def digest_ref(w: Tensor, seed: int) -> Tensor:
+    """The hash of 32-bit words, by its definition."""
+    total = torch.zeros((), dtype=torch.int64, device=w.device)
+    for start in range(0, w.numel(), _PIECE):
+        piece = w[start : start + _PIECE].long() & _LOW
+        left, right = torch.nn.functional.pad(piece, (0, -piece.numel() % 16)).view(-1, 2, 8).unbind(1)
+        place = torch.arange(start // 2, start // 2 + left.numel(), device=w.device).view_as(left)
+        k = (place * KEYS[0] + seed + KEYS[2]) & _LOW
+        k = ((k ^ (k >> 15)) * KEYS[1]) & _LOW
+        k = k ^ (k >> 13)
+        total += (((left + k) & _LOW) * ((right + k * KEYS[2]) & _LOW)).sum()
+    return total
 
 
 def checksum(t: Tensor) -> int:
-    """A hash of t's bits, in the order of its elements.
-
-    >>> a = torch.arange(6.0)
-    >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
-    (True, False)
-    """
-    flat = t.detach().contiguous().view(-1)
-    if t.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=t.device)
-    for start in range(0, flat.numel(), _PIECE):
-        bits = flat[start : start + _PIECE].view(_INTEGERS[flat.element_size()]).long()
-        place = torch.arange(start, start + bits.numel(), device=t.device)
-        h = bits * _MIX[0] + place * _MIX[1]
-        h = (h ^ (h >> 29)) * _MIX[2]
-        total += (h ^ (h >> 32)).sum()
-    return int(total)
-
-
-class Gradients:
-    """The gradients of some parameters as they are now."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.entries = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in set(parameters)]
-
-    def restore(self) -> None:
-        for p, gradient, values in self.entries:
-            p.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.detach().copy_(values)
+    """The hash as a number: waits for the device."""
+    return int(digest(t))

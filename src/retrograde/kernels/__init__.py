@@ -11,9 +11,9 @@ import torch
 from ..core.ops import register
 from . import cpu
 
-register("cpu", "CPU", cpu.advance_, cpu.pull_, cpu.retreat_, carry=cpu.carry)
+register("cpu", "CPU", cpu.advance_, cpu.pull_, cpu.retreat_, carry=cpu.carry, digest=cpu.digest)
 
 if torch.cuda.is_available() and find_spec("triton") is not None:
     from . import cuda
 
-    register("cuda", "CUDA", cuda.advance_, cuda.pull_, cuda.retreat_, carry=cuda.carry)
+    register("cuda", "CUDA", cuda.advance_, cuda.pull_, cuda.retreat_, carry=cuda.carry, digest=cuda.digest)

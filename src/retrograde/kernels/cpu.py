@@ -201,3 +201,14 @@ def carry(
     at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy)]
     run(*at, size, *factors, threads)
     return True
+
+
+def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> bool:
+    """`core.verify.digest` of a contiguous tensor, if there is compiled code for it; whether there was."""
+    run = native.load_digest()
+    if run is None:
+        return False
+    threads = torch.get_num_threads()
+    threads = threads if threads == 1 else min(threads, 1 + t.nbytes // (4 * PIECE))
+    run(t.data_ptr(), t.nbytes, seed, sign, into.data_ptr(), threads)
+    return True

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core import ops as plain
 from ..core.rational import NARROW
+from ..core.verify import words
 from .layout import alike, laid_out_as
 
 BLOCK = 1024
@@ -187,6 +188,20 @@ def _carry(
         tl.store(out_ptr + at, gx - gy if RESIDUAL else gx, inside)
 
 
+@triton.jit(do_not_specialize=["seed", "sign"])
+def _digest(w_ptr, into_ptr, size, seed, sign, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    at = pair // 8 * 16 + pair % 8
+    left = tl.load(w_ptr + at, at < size, other=0).to(tl.uint32, bitcast=True)
+    right = tl.load(w_ptr + at + 8, at + 8 < size, other=0).to(tl.uint32, bitcast=True)
+    k = pair.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32) + 0xC2B2AE3D
+    k = (k ^ (k >> 15)) * 0x85EBCA77
+    k = k ^ (k >> 13)
+    product = (left + k).to(tl.uint64) * (right + k * 0xC2B2AE3D).to(tl.uint64)
+    product = tl.where(pair < (size + 15) // 16 * 8, product.to(tl.int64, bitcast=True), 0)
+    tl.atomic_add(into_ptr, tl.sum(product, 0) * sign)
+
+
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -267,4 +282,11 @@ def carry(
     tensors = (*given, gy if out is None else out, gy, cast)
     constants = (p is not None, h is not None, out is not None, cast is not gy, residual)
     _launch(_carry, tensors, gy.numel(), (c, e, gain), *constants)
+    return True
+
+
+def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> bool:
+    """`core.verify.digest` of a contiguous tensor."""
+    w = words(t)
+    _launch(_digest, (w, into), w.numel(), (seed, sign))
     return True

@@ -1,7 +1,7 @@
 """Compiles `cpu.c` with the machine's own C compiler, once, and calls it.
 
 The library is built at first use and kept in the user's cache directory under a name made of the source, the flags and the
-kind of processor. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `load` and `load_carry` return None and the torch
+kind of processor. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `load` and its like return None and the torch
 bodies of `cpu` are used: slower, the same bits.
 """
 
@@ -64,6 +64,13 @@ def load_carry() -> Callable[..., None] | None:
     """The compiled `retrograde_carry(p, h, d, out, gy, size, c, e, gain, residual, threads)`, or None."""
     library = _library()
     return None if library is None else _typed(library.retrograde_carry, "p p p p p l f f f i i")
+
+
+@functools.cache
+def load_digest() -> Callable[..., None] | None:
+    """The compiled `retrograde_digest(memory, bytes, seed, sign, into, threads)`, or None."""
+    library = _library()
+    return None if library is None else _typed(library.retrograde_digest, "p l l l p i")
 
 
 def _typed(function: Any, signature: str) -> Any:

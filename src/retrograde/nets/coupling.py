@@ -24,6 +24,7 @@ from ..stack.coupled import Coupled
 from ..stack.coupling import Coupling, Scheme
 from ..stack.forward import Like
 from ..stack.planner import MODES
+from ..stack.proof import CHOICES as VERIFY
 from .inputs import check_input, choice, modules
 
 _SURVEY = FixedPoint(20, torch.int64)  # wide enough for any activations: |x| to 4e12, in steps of 1e-6
@@ -51,8 +52,7 @@ class CouplingNet(nn.Module):
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
             everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
-        verify: "off"; "end" proves after each backward pass that the network was rewound to its start; "blocks" also
-            checks each block's output against a checksum, and names the one that did not repeat itself.
+        verify: "auto", "off", "end" or "blocks": as in `MomentumNet`.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 
     Shape:
@@ -66,7 +66,7 @@ class CouplingNet(nn.Module):
 
     def __init__(
         self, blocks: Iterable[nn.Module], *, dim: int = 1, squeezes: Sequence[int] | None = None,
-        memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "off", overflow: str = "raise",
+        memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "auto", overflow: str = "raise",
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(modules(blocks))
@@ -76,7 +76,7 @@ class CouplingNet(nn.Module):
                 f"squeezes must be one whole number from 1 per block, {len(self.blocks)} in all; got {factors}."
             )
         self.scheme = Scheme(dim, factors)
-        self.verify = choice("verify", verify, ("off", "end", "blocks"))
+        self.verify = choice("verify", verify, VERIFY)
         self.overflow = choice("overflow", overflow, ("raise", "nan"))
         self.range = Range(fraction_bits)
         self.memory = memory
@@ -140,7 +140,9 @@ class CouplingNet(nn.Module):
         fixed = self.range.for_input(x0, self.scheme.most_guard, lambda: self._survey(x0, extra))
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory
         try:
-            run = self._steps(x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow)
+            run = self._steps(
+                x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow, later=self.range.later
+            )
         except RangeOverflow:
             self.range.overflowed()
             raise

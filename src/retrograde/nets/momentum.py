@@ -27,6 +27,7 @@ from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard, 
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, Plan, Planner, check_budget, leanest
+from ..stack.proof import CHOICES as VERIFY
 from ..stack.residual import grouped, residual
 
 Gamma = float | Iterable[float]
@@ -65,9 +66,10 @@ class MomentumNet(nn.Module):
         state_bits: width of the integers that hold x and v: "auto" is 64 for float64 and 32 for all others. 16 is for networks that
             compute in bfloat16 or float16: half the bytes to hold and to move, and about the rounding of those dtypes, as
             long as the largest activation is not more than some twenty times the usual one.
-        verify: "off"; "end" proves, when backward has reached the first block with a gradient, that the whole network was
-            rewound to its start; "blocks" also checks each block's output against a checksum, and names the one that did
-            not repeat itself.
+        verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
+            not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises at the
+            end on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole output.
+            "off": blocks with random numbers or state of their own may give wrong gradients.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 
     Shape:
@@ -83,13 +85,13 @@ class MomentumNet(nn.Module):
     def __init__(
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
         form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
-        fraction_bits: int | str = "auto", verify: str = "off", overflow: str = "raise",
+        fraction_bits: int | str = "auto", verify: str = "auto", overflow: str = "raise",
         budget: int | float | None = None, every: int = 1, state_bits: int | str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
         self._form = _choice("form", form, ("branch", "block"))
-        self.verify = _choice("verify", verify, ("off", "end", "blocks"))
+        self.verify = _choice("verify", verify, VERIFY)
         self.overflow = _choice("overflow", overflow, ("raise", "nan"))
         if velocity is not None and velocity != "first" and not callable(velocity):
             raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
@@ -157,7 +159,9 @@ class MomentumNet(nn.Module):
         if any(self.recurrence.gammas):
             return self._run(x, extra).finish()
         memory = self._remembered(x, extra)
-        return residual(self._groups(), self.form, x, extra, verify=self.verify, memo=self.memo, **memory)
+        return residual(
+            self._groups(), self.form, x, extra, verify=self.verify, memo=self.memo, later=self.range.later, **memory
+        )
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
@@ -212,7 +216,12 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
-        settings = {"verify": self.verify, "overflow": self.overflow, "reversible": reversible}
+        settings = {
+            "verify": self.verify,
+            "overflow": self.overflow,
+            "reversible": reversible,
+            "later": self.range.later,
+        }
         settings |= self._remembered(x0, extra, budgeted=not reversible)
         assert self.plan is not None
         settings["mode"] = self.plan.mode

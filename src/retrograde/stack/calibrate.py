@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
 from .headroom import HEADROOM, calibrated, follow
+from .later import Later
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
 
@@ -37,11 +39,6 @@ def wide(x0: Tensor, recurrence: Recurrence) -> FixedPoint:
     finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
     guard = 2 + math.ceil(-math.log2(finest))
     return FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
-
-
-def _capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being made of what is done to x."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -91,7 +88,7 @@ class Range:
         self.setting: int | str = setting if setting == "auto" else int(setting)
         self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
-        self.pending: list[tuple[Tensor, Any, Outcome]] = []
+        self.later = Later()
 
     def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
         """The fixed point for this pass. Raises here what an earlier pass on an accelerator turns out to have met.
@@ -104,11 +101,7 @@ class Range:
 
     def current(self, x: Tensor) -> FixedPoint | None:
         """The fixed point for this input, if there is anything to go by. Raises as `for_input` does."""
-        while self.pending and not _capturing(x) and self.pending[0][1].query():
-            watch, _, state = self.pending.pop(0)
-            self._note(watch, state)
-            if state.raises:
-                check_range(watch.tolist(), state.fixed, state.limits)
+        self.later.collect(x)
         if self.narrow and x.dtype == torch.float64:
             raise ValueError("state_bits=16 cannot hold a float64 network. Use state_bits='auto'.")
         dtype = integer_dtype(x.dtype, self.narrow)
@@ -131,12 +124,13 @@ class Range:
         """Take note of the largest values of a finished pass."""
         if state.watch.device.type == "cpu":
             self._note(state.watch, state)
-            return
-        if _capturing(state.watch):  # the host must not look, and what it would see is of no later pass
-            return
-        event = torch.get_device_module(state.watch.device).Event()
-        self.pending.append((state.watch.to("cpu", non_blocking=True), event, state.outcome()))
-        event.record()
+        else:
+            self.later.tell(state.watch, partial(self._judge, state.outcome()))
+
+    def _judge(self, outcome: Outcome, watch: Tensor, when: str) -> None:
+        self._note(watch, outcome)
+        if outcome.raises:
+            check_range(watch.tolist(), outcome.fixed, outcome.limits)
 
     def overflowed(self) -> None:
         """A pass left its range: the next one gets another."""
@@ -158,6 +152,3 @@ class Range:
         elif fixed.dtype in self.fixed:
             now = self.fixed[fixed.dtype]
             self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pending": []}

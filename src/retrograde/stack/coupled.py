@@ -26,9 +26,11 @@ from torch.autograd import Function
 
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
-from ..core.tape import Frame, Kept, Tape
+from ..core.tape import Frame, Kept
 from .coupling import Coupling, Scheme, unsqueeze
 from .forward import Like
+from .later import Later
+from .proof import Ledger, Noted, Proven
 
 
 def _sum(a: Tensor | None, b: Tensor | None, work: torch.dtype) -> Tensor | None:
@@ -99,14 +101,16 @@ class Coupled:
     """A pass in progress. `x` is the next block's input."""
 
     def __init__(
-        self, x0: Tensor, scheme: Scheme, fixed: FixedPoint, *, mode: str, verify: str = "off", overflow: str = "raise"
-    ) -> None:
+        self, x0: Tensor, scheme: Scheme, fixed: FixedPoint, *,
+        mode: str, verify: str = "off", overflow: str = "raise", later: Later | None = None,
+    ) -> None:  # fmt: skip
         self.mode, self.verify, self.k = mode, verify, 0
         self.tracked = torch.is_grad_enabled()
         self.state = Coupling(x0, scheme, fixed, overflow=overflow)
-        self.tape = Tape(self.state, verify)
-        if self.tracked and verify != "off" and mode == "reverse":
-            self.tape.start = self.state.digest()
+        later = Later() if later is None else later
+        self.tape, self.ledger = Proven(self.state, verify, later), None
+        if self.tracked and verify == "auto" and mode == "checkpoint":
+            self.ledger = Ledger(len(scheme.squeezes), x0.device, later)
         if self.tracked:
             *self.tokens, self.x = Enter.apply(x0, self.state)
         else:
@@ -142,10 +146,13 @@ class Coupled:
         version = x._version
         verified = self.verify == "blocks" or (self.verify == "end" and self.mode == "checkpoint")
         call = self.tape.calls[k] = Call(block, extra, name, verified=verified)
-        frame = Frame(call, self.tape if self.mode == "reverse" else Kept(x.detach()), k)
+        kept = Kept(x.detach()) if self.ledger is None else Noted(x.detach(), self.ledger, k)
+        frame = Frame(call, self.tape if self.mode == "reverse" else kept, k)
         y = like.checked(frame.run(x), name)
         if frame.shapes and self.tape.lowest is None:
             self.tape.lowest = k
-        if self.mode == "checkpoint" and x._version != version:  # the block wrote to its input
-            frame.source = Kept(self.state.read())
+        if self.mode == "reverse":
+            self.tape.mark(k)
+        elif x._version != version:  # the block wrote to its input
+            kept.hold(self.state.read())
         return y

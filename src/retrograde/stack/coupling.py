@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
-from ..core.verify import checksum
+from ..core.verify import checksum, digest
 from .momentum import Outcome
 
 
@@ -141,6 +141,10 @@ class Coupling:
         """`retreat`, then `pull`."""
         self.retreat(k, y)
         return self.pull()
+
+    def mark(self) -> Tensor:
+        """A hash of both streams."""
+        return digest(self.streams[1], digest(self.streams[0]), 1)
 
     def digest(self) -> tuple[int, ...]:
         """A checksum of each stream."""

@@ -21,9 +21,11 @@ from torch import Tensor
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
-from ..core.tape import Frame, Kept, Tape
+from ..core.tape import Frame, Kept
 from .graph import Enter, Launch, Leave, Step, applied
+from .later import Later
 from .momentum import Momentum, Recurrence
+from .proof import Ledger, Noted, Proven
 
 Block = Callable[..., Any]
 Look = Callable[[int, Call, list[Tensor]], None]
@@ -35,13 +37,14 @@ class Forward:
     Args:
         stored_from: blocks from this one on keep their tensors, as in mode "store".
         memo: what is known of the blocks from earlier passes (see `core.parts`).
+        later: what is told, with verify="auto", whether the replays repeated the blocks.
         look: shown k, the call and the tensors that block k would keep if it were stored, for every block that is not.
     """
 
     def __init__(
         self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint, *,
         mode: str, verify: str = "off", overflow: str = "raise", reversible: bool = False,
-        stored_from: int | None = None, memo: Memo | None = None, look: Look | None = None,
+        stored_from: int | None = None, memo: Memo | None = None, later: Later | None = None, look: Look | None = None,
     ) -> None:  # fmt: skip
         self.mode, self.verify, self.memo, self.look, self.k = mode, verify, memo, look, 0
         self.tracked = torch.is_grad_enabled()
@@ -51,7 +54,11 @@ class Forward:
         self.verified = verify == "blocks" or (verify == "end" and mode == "checkpoint")
         reversible |= self.tracked and mode == "reverse"
         self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
-        self.tape, self.like, self.take = Tape(self.state, verify), Like(x0), applied(Step)
+        self.later = Later() if later is None else later
+        self.tape, self.like, self.take = Proven(self.state, verify, self.later), Like(x0), applied(Step)
+        self.ledger: Ledger | None = None
+        if verify == "auto" and mode == "checkpoint" and self.stored_from > 0:
+            self.ledger = Ledger(self.stored_from + 1, x0.device, self.later)
         if self.tracked:
             self.xt, self.x = Enter.apply(x0, self.state)
             self.vt = self.state.token()
@@ -63,7 +70,6 @@ class Forward:
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
             self.xt, self.vt, self.x = Launch.apply(self.xt, y, self.state, residual)
-            self.tape.start = self.state.v.clone() if self.verify != "off" else None
         else:
             self.state.launch(y, residual)
             self.x = self.state.read()
@@ -106,17 +112,23 @@ class Forward:
         x = self.x
         if k >= self.stored_from:
             return self.like.checked(block(x, *extra.args, **extra.kwargs), name)
-        call = self.tape.calls[k] = Call(block, extra, name, verified=self.verified, memo=self.memo)
-        frame = Frame(call, self.tape if self.mode == "reverse" else Kept(x.detach()), k)
+        verified = self.verified or (k < 0 and self.verify == "end")  # no state leads back to v₀'s own block
+        call = self.tape.calls[k] = Call(block, extra, name, verified=verified, memo=self.memo)
+        frame = Frame(call, self.tape if self.mode == "reverse" else self._kept(x.detach(), k), k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, call)), name)
         if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):
             frame.eager = True  # the output may be a view of a parameter
             y.register_hook(frame.prepare)
         if self.tape.lowest is None and frame.shapes:
             self.tape.lowest = k
-        if self.mode == "checkpoint" and call.writes:  # to its input
-            frame.source = Kept(self.state.read())
+        if self.mode == "reverse":
+            self.tape.mark(k)
+        elif isinstance(frame.source, Kept) and call.writes:  # to its input
+            frame.source.hold(self.state.read())
         return y
+
+    def _kept(self, x: Tensor, k: int) -> Kept:
+        return Kept(x) if self.ledger is None else Noted(x, self.ledger, k)
 
 
 class Like:

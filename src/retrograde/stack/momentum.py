@@ -23,6 +23,7 @@ from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.ops import bodies, rounded, values
 from ..core.rational import gain
+from ..core.verify import digest
 from .buffers import buffers
 from .headroom import MOST_GUARD
 from .thread import SameThread
@@ -157,6 +158,10 @@ class Momentum:
         self.ops.retreat_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.guard, out)
         if k in self.begins:
             self.leftover = self.buffers.pop()
+
+    def mark(self) -> Tensor:
+        """A hash of v, by which it is known again."""
+        return digest(self.v)
 
     def rewound(self, v0: Tensor | None) -> bool:
         """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""

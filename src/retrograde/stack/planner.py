@@ -122,8 +122,6 @@ def within(budget: int, recurrence: Recurrence, x: Tensor, weights: Weights, ver
         for mode, per_element in holding(recurrence, x.dtype, replayed).items():
             if mode == "checkpoint":
                 per_element += launched * x.dtype.itemsize
-            elif launched and verify != "off":
-                per_element += integer_dtype(x.dtype, recurrence.narrow).itemsize  # v₀, to be compared with
             plans.append(Plan(mode, depth, depth - replayed, stored + size * per_element))
     fitting = [plan for plan in plans if plan.bytes is not None and plan.bytes <= budget]
     if not fitting:

@@ -17,6 +17,8 @@ from ..core.errors import ReplayError
 from ..core.parts import Memo
 from ..core.tape import Frame, Kept
 from .forward import Like, Look
+from .later import Later
+from .proof import Ledger, Noted
 
 
 class Group(nn.Module):
@@ -42,14 +44,21 @@ def grouped(blocks: Sequence[nn.Module], every: int, form: str) -> tuple[nn.Modu
 
 def residual(
     blocks: Iterable[nn.Module], form: str, x: Tensor, extra: Extra, *,
-    verify: str, stored_from: int, memo: Memo, look: Look | None,
+    verify: str, stored_from: int, memo: Memo, later: Later, look: Look | None,
 ) -> Tensor:  # fmt: skip
     """The residual network itself; blocks before `stored_from` keep their input, the others everything."""
+    later.collect(x)
+    ledger = (
+        Ledger(stored_from, x.device, later)
+        if verify == "auto" and torch.is_grad_enabled() and stored_from > 0
+        else None
+    )
     for k, block in enumerate(blocks):
         name, like = f"block {k}", Like(x)
         if torch.is_grad_enabled() and k < stored_from:
-            call = Call(block, extra, name, verified=verify != "off", memo=memo)
-            frame = Frame(call, Kept(x.detach()), k)
+            call = Call(block, extra, name, verified=verify in ("end", "blocks"), memo=memo)
+            kept = Kept(x.detach()) if ledger is None else Noted(x.detach(), ledger, k)
+            frame = Frame(call, kept, k)
             y = like.checked(frame.run(x, None if look is None else partial(look, k, call)), name)
             if call.writes:
                 raise ReplayError(

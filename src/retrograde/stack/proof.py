@@ -1,0 +1,292 @@
+"""Every replay is proved to have found what forward computed; by default without waiting for an accelerator.
+
+"reverse": v of some layers is hashed on the way forward (`Proven.mark`). Backward is proved where it ends: the state is taken to
+the nearest of them below, and must hash to the same. An output of a block that is not that of forward moves v, and v only grows
+further apart on the way down (by 1/γ a layer), so the one comparison is for all blocks above.
+
+"checkpoint": block by block, hashes of forward and of the replay must be the same (`Ledger`). A block that ends in a product with
+a parameter would be run to its end for nothing else: its replay stops at the last tensor that autograd has saved, and those are
+hashed, for a gradient is made of them and of nothing else. Of any other block it is the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..core.call import Call
+from ..core.errors import ReplayError
+from ..core.tape import Kept, State, Tape
+from ..core.verify import digest
+from .later import Later
+from .thread import SameThread
+
+CHOICES = ("auto", "off", "end", "blocks")
+_START = 4096  # elements of a parameter
+EVERY = 8  # layers between two marks: so far at most a backward pass that ends in between is continued
+_KEPT = "They were not put back: zero them, or go back to a checkpoint, before the next step. verify='end' raises"
+
+
+def at_end_of_backward(then: Any) -> None:
+    """Have this done when the backward pass in progress has come to its end."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
+
+
+class Gradients:
+    """The gradients of some parameters as they are now."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.entries = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in set(parameters)]
+
+    def restore(self) -> None:
+        for p, gradient, values in self.entries:
+            p.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.detach().copy_(values)
+
+
+class Proven(Tape):
+    """A tape that proves that backward found the states of forward.
+
+    Args:
+        verify: "auto": told `later`, gradients stay as they are; "end", "blocks": raised at once, and gradients put back.
+    """
+
+    def __init__(self, state: State, verify: str, later: Later) -> None:
+        super().__init__(state)
+        self.verify, self.later = verify, later
+        self.marks: dict[int, Tensor] = {}
+        self.task: int | None = None  # the backward pass that was here last
+        self.gradients: Gradients | None = None
+        self.proved, self.rising = True, False
+        self.launched: Ledger | None = None  # no state leads back to what made the initial velocity
+
+    def mark(self, k: int) -> None:
+        """Forward stands before block k."""
+        if self.verify != "off" and self.lowest is not None and k >= 0 and (k % EVERY == 0 or k == self.lowest):
+            self.marks[k] = self.state.mark()
+
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        if self.verify == "auto" and saved and call is self.calls.get(-1):
+            self.launched = Ledger(1, saved[0].device, self.later)
+            self.launched.note(0, call, [*saved, y], None)
+
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        if self.launched is not None and call is self.calls[-1]:
+            self.launched.check(0, [*saved, y])
+
+    def recall(self, k: int) -> Tensor:
+        if self.verify == "off" or self.lost:
+            return super().recall(k)
+        task = torch._C._current_graph_task_id()
+        if task != self.task and task != -1:
+            self._begin(task)
+        self.proved = False
+        try:
+            if self.rising and self.at > k >= 0:
+                self._confirm()
+            return super().recall(k)
+        except BaseException:
+            self._undo()
+            raise
+
+    def seek(self, k: int, lazily: bool = False) -> None:
+        if self.rising and k < self.at:
+            self._confirm()
+        start = self.at
+        super().seek(k, lazily)
+        self.rising |= self.at > start
+
+    def abandon(self, k: int) -> None:
+        super().abandon(k)
+        self._undo()
+
+    def served(self) -> None:
+        if self.verify != "off":
+            self._prove()
+        super().served()
+
+    def _begin(self, task: int) -> None:
+        if self.task is None and torch._C._autograd._get_current_graph_task_keep_graph():
+            self.marks[self.at] = self.state.mark()  # so that a later pass finds its way up again
+        self.task = task
+        if self.verify != "auto":
+            self.gradients = Gradients(p for call in self.calls.values() for p in call.parts.parameters)
+        at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        """The backward pass is over; it may have ended above the first block, where nothing below was asked for."""
+        if not self.proved and not self.lost:
+            self._prove()
+        self.gradients = None
+
+    def _prove(self) -> None:
+        if self.rising:
+            self._confirm()
+        k = max((m for m in self.marks if m <= self.at), default=None)
+        if k is not None:
+            self.seek(k)
+            self._compare(k)
+        self.proved, self.gradients = True, None
+
+    def _confirm(self) -> None:
+        """Blocks were run forwards again: see, a little further up, that this led where it did before."""
+        self.rising = False
+        k = min((m for m in self.marks if m >= self.at), default=None)
+        if k is not None:
+            super().seek(k)
+            self._compare(k)
+
+    def _compare(self, k: int) -> None:
+        moved = self.state.mark() != self.marks[k]
+        if self.verify == "auto":
+            self.later.tell(moved, _judge_rewound)
+        elif bool(moved):
+            self._undo()
+            raise ReplayError(
+                "the network did not rewind to its start: some block, run again in backward, gave another output than "
+                "in forward, so gradients would be wrong; they were put back. verify='blocks' names the block."
+            )
+
+    def _undo(self) -> None:
+        if self.gradients is not None:
+            self.gradients.restore()
+            self.gradients = None
+
+
+def _judge_rewound(moved: Tensor, when: str) -> None:
+    if moved.any():
+        raise ReplayError(
+            f"the gradients of {when} backward pass are wrong: the network did not rewind to its start, so some block, run again, "
+            f"gave another output than in forward. {_KEPT} in time and puts them back; verify='blocks' names the block."
+        )
+
+
+class Ledger:
+    """Hashes of what the blocks of one pass saved for autograd, and of what their replays saved.
+
+    A replay takes its hash off: what is then neither 0 nor untouched has not repeated itself.
+    """
+
+    def __init__(self, blocks: int, device: torch.device, later: Later) -> None:
+        self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
+        self.noted = torch.zeros(
+            blocks, 2, dtype=torch.int64, device=device
+        )  # 16 bytes apart: aligned as kernels like it
+        self.slots = self.noted[:, 0].unbind()
+        self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
+        self.thread = SameThread() if device.type == "cuda" else None
+
+    def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None) -> bool:
+        """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too."""
+        whole = isinstance(tensors[-1], Tensor) and not _ends_in_product(tensors[-1])
+        self.names[k] = call.name
+        self.picked[k] = {len(tensors) - 1: tensors[-1].numel()} if whole else _picked(call, tensors[:-1], x)
+        if len(tensors) > 1:
+            self._add(k, tensors, self.slots[k], 1)
+        return whole
+
+    def check(self, k: int, saved: list[Tensor]) -> None:
+        """Its replay saved these."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or not self.picked[k]:
+            return
+        if task not in self.left:
+            self.left[task] = self.noted.clone(), set()
+            at_end_of_backward(partial(self._end, task))
+        left, done = self.left[task]
+        if k not in done:
+            done.add(k)
+            self._add(k, saved, left[k, 0], -1)
+
+    def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
+        for index, most in self.picked[k].items():
+            t = saved[index]
+            digest(t if t.numel() <= most else _start(t, most), into, index, sign)
+
+    def _end(self, task: int) -> None:
+        left, _ = self.left.pop(task)
+        self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names))
+
+
+def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
+    if differs.any():
+        name = names[next(k for k in names if differs[k].any())]
+        raise ReplayError(
+            f"the gradients of {when} backward pass are wrong: {name}, run again, saved other values for autograd than in forward. "
+            f"{_KEPT} before that block's own are made."
+        )
+
+
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "ConvolutionBackward0"}
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "MulBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
+    "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0",
+}  # fmt: skip
+
+
+def _ends_in_product(y: Tensor) -> bool:
+    """Whether the last thing that a block does, for which autograd saves anything, is a matrix product or a convolution."""
+    nodes = [y.grad_fn]
+    for node in nodes:
+        if node is None or len(nodes) > 8:
+            continue
+        if node.name() in _PRODUCTS:
+            return True
+        if node.name() in _LINEAR:
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
+    """Which of the tensors are to be hashed, and how many elements of each at most.
+
+    Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay
+    (instance norm saves copies of them, in one dimension); no bytes in a row, which are libraries' workspaces and may hold
+    anything. Of parameters and buffers the start will do: autograd
+    too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
+    """
+    known = {t.data_ptr() for own, _ in call.parts.statistics for t in own.values() if t is not None}
+    known |= set() if x is None else {x.data_ptr()}
+    held = _addresses(call)
+    seen, picked = set[tuple[int, int]](), dict[int, int]()
+    for index, t in enumerate(saved):
+        t = getattr(t, "_local_tensor", t)
+        if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
+            continue
+        aside = t.dim() == 1 and (t.dtype == torch.uint8 or bool(call.parts.statistics))
+        place = t.data_ptr()
+        if t.numel() and not aside and place not in known and (place, t.nbytes) not in seen:
+            seen.add((place, t.nbytes))
+            picked[index] = _START if place in held else t.numel()
+    return picked
+
+
+def _addresses(call: Call) -> set[int]:
+    """Where the parameters and buffers of a block are."""
+    return {t.data_ptr() for t in call.parts.watched if type(t) in (Tensor, Parameter)}
+
+
+def _start(t: Tensor, most: int) -> Tensor:
+    """The first elements of a tensor in memory, if it lies there without gaps."""
+    t = getattr(t, "_local_tensor", t)
+    return t.detach().as_strided((most,), (1,)) if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()) else t
+
+
+class Noted(Kept):
+    """A block's input, kept, whose replay is checked."""
+
+    def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
+        super().__init__(x)
+        self.ledger, self.k = ledger, k
+
+    def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x)
+
+    def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
+        self.ledger.check(self.k, [*saved, y])

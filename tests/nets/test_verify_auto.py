@@ -1,0 +1,279 @@
+"""verify="auto", the default: every replay is checked, at once on a CPU, without waiting on an accelerator."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.nets import RevNet
+from retrograde.stack import later as later_module
+from retrograde.stack.proof import EVERY
+
+WRONG = "the gradients of {} backward pass are wrong"
+
+
+class Scaled(nn.Module):
+    """tanh(W·(scale·x)), with a scale that nobody can see from outside, and a count of its runs."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear, self.setting, self.runs = nn.Linear(width, width), {"scale": 1.0}, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        return self.linear(x * self.setting["scale"]).tanh()
+
+
+def blocks(depth: int, width: int = 8) -> list[Scaled]:
+    torch.manual_seed(0)
+    return [Scaled(width) for _ in range(depth)]
+
+
+def momentum(memory: str, depth: int = 5, **options: object) -> rg.MomentumNet:
+    return rg.MomentumNet(blocks(depth), memory=memory, fraction_bits=22, **options)
+
+
+class Event:
+    """Stands in for an accelerator's: done when it is said to be."""
+
+    done = True
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
+    """Have values told of fetched as from an accelerator."""
+    monkeypatch.setattr(later_module, "event_on", lambda device: Event())
+    monkeypatch.setattr(Event, "done", True)
+    return Event
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "reverse": lambda: momentum("reverse"),
+    "checkpoint": lambda: momentum("checkpoint"),
+    "gamma 0": lambda: rg.MomentumNet(blocks(5), gamma=0, memory="checkpoint"),
+    "coupling": lambda: RevNet(blocks(3, 4), blocks(3, 4), dim=-1, memory="reverse", fraction_bits=22),
+    "coupling, checkpoint": lambda: RevNet(blocks(3, 4), blocks(3, 4), dim=-1, memory="checkpoint", fraction_bits=22),
+    "converted": lambda: rg.convert(nn.Sequential(*blocks(5)), stages=["*"], memory="reverse", fraction_bits=22),
+    "converted, gamma 0": lambda: rg.convert(nn.Sequential(*blocks(5)), stages=["*"], gamma=0, memory="checkpoint"),
+}
+
+
+def some_block(net: nn.Module) -> Scaled:
+    return [m for m in net.modules() if isinstance(m, Scaled)][2]
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_right_is_let_through_and_wrong_is_not(kind: str) -> None:
+    net, x = NETS[kind](), torch.randn(3, 8)
+    net(x).sum().backward()
+    kept = [p.grad.clone() for p in net.parameters()]
+    y = net(x)
+    some_block(net).setting["scale"] = 0.5
+    with pytest.raises(rg.ReplayError, match=WRONG.format("this")) as raised:
+        y.sum().backward()
+    assert "not put back" in str(raised.value)
+    assert any(not torch.equal(p.grad, g) for p, g in zip(net.parameters(), kept, strict=True))
+    net.zero_grad()
+    some_block(net).setting["scale"] = 1.0
+    net(x).sum().backward()  # and is not held against the next pass
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), kept, strict=True))
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_off_is_off(kind: str) -> None:
+    net, x = NETS[kind](), torch.randn(3, 8)
+    for m in net.modules():
+        if hasattr(m, "verify"):
+            m.verify = "off"
+    if "converted" in kind:
+        net = rg.convert(
+            nn.Sequential(*blocks(5)), stages=["*"], gamma=0 if "0" in kind else 0.9, verify="off", fraction_bits=22,
+            memory="checkpoint" if "0" in kind else "reverse",
+        )  # fmt: skip
+    y = net(x)
+    some_block(net).setting["scale"] = 0.5
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_an_accelerator_is_not_waited_for(kind: str, accelerator: type[Event]) -> None:
+    net, x = NETS[kind](), torch.randn(3, 8)
+    for _ in range(3):
+        net(x).sum().backward()  # nothing to say
+    accelerator.done = False
+    y = net(x)
+    some_block(net).setting["scale"] = 0.5
+    y.sum().backward()
+    some_block(net).setting["scale"] = 1.0
+    net(x).sum().backward()  # not known yet
+    accelerator.done = True
+    with pytest.raises(rg.ReplayError, match=WRONG.format("an earlier")):
+        net(x)
+    net(x).sum().backward()  # said once
+
+
+def test_what_is_under_way_is_not_copied(accelerator: type[Event]) -> None:
+    net, x = momentum("reverse"), torch.randn(3, 8)
+    y = net(x)
+    some_block(net).setting["scale"] = 0.5
+    y.sum().backward()
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(x)
+    with pytest.raises(rg.ReplayError):
+        net(x)
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("frozen", [3, 8, 11])
+def test_frozen_blocks_below_are_not_run_again(verify: str, frozen: int) -> None:
+    net, x = momentum("reverse", 20, verify=verify), torch.randn(3, 8)
+    for block in net.blocks[:frozen]:
+        block.requires_grad_(False)
+    y = net(x)
+    net.blocks[frozen - 1].setting["scale"] = 0.5  # nothing depends on it any more
+    y.sum().backward()
+    assert [block.runs[0] for block in net.blocks] == [1] * frozen + [2] * (20 - frozen)
+    for bad in (frozen, 19):
+        y = net(x)
+        net.blocks[bad].setting["scale"] = 0.5
+        with pytest.raises(rg.ReplayError, match="did not rewind"):
+            y.sum().backward()
+        net.blocks[bad].setting["scale"] = 1.0
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_a_backward_pass_that_ends_half_way(memory: str, verify: str) -> None:
+    net, x = momentum(memory, 3 * EVERY, verify=verify), torch.randn(3, 8)
+    upper = [p for block in net.blocks[2 * EVERY + 3 :] for p in block.parameters()]
+    y = net(x)
+    gradients = torch.autograd.grad(y.sum(), upper)
+    runs = sum(block.runs[0] for block in net.blocks) - 3 * EVERY
+    assert runs == (EVERY if memory == "reverse" else EVERY - 3)  # down to the next mark, no further
+    y = net(x)
+    net.blocks[2 * EVERY + 4].setting["scale"] = 0.5
+    with pytest.raises(rg.ReplayError):
+        torch.autograd.grad(y.sum(), upper)
+    net.blocks[2 * EVERY + 4].setting["scale"] = 1.0
+    again = torch.autograd.grad(net(x).sum(), upper)
+    assert all(map(torch.equal, gradients, again))
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("bad", [0, 4, EVERY, 2 * EVERY + 2])
+def test_what_changes_between_two_backward_passes(memory: str, bad: int) -> None:
+    """In reverse the second runs the blocks forwards first: the way up is checked, not only the way down."""
+    net, x = momentum(memory, 2 * EVERY + 3), torch.randn(3, 8)
+    y = net(x)
+    y.sum().backward(retain_graph=True)
+    first = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    y.sum().backward(retain_graph=True)
+    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), first, strict=True))
+    net.blocks[bad].setting["scale"] = 0.5
+    with pytest.raises(rg.ReplayError, match="are wrong"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_second_order_gradients(memory: str) -> None:
+    found = []
+    for mode in (memory, "store"):
+        net, x = momentum(mode, EVERY + 2), torch.ones(3, 8, requires_grad=True)
+        (g,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum(), [x, *net.parameters()], allow_unused=True))
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*found, strict=True))
+    net, x = momentum(memory, EVERY + 2), torch.ones(3, 8, requires_grad=True)
+    (g,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    net.blocks[3].setting["scale"] = 0.5
+    with pytest.raises(rg.ReplayError, match="are wrong"):
+        g.square().sum().backward()
+
+
+@pytest.mark.parametrize("verify", ["auto", "end", "blocks"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_what_makes_the_initial_velocity_is_checked_too(memory: str, verify: str) -> None:
+    launcher, x = Scaled(), torch.randn(3, 8)
+    net = momentum(memory, verify=verify, velocity=launcher)
+    net(x).sum().backward()
+    y = net(x)
+    launcher.setting["scale"] = 0.5
+    with pytest.raises(rg.ReplayError):
+        y.sum().backward()
+
+
+class EndsInProduct(nn.Module):
+    """Two branches; the last tensor saved does not depend on the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x * self.scale).sin() + self.b(x.tanh())
+
+
+class Masked(nn.Module):
+    """A mask that enters by a product of which autograd saves the mask alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.out = nn.Linear(8, 8), 1.0, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.linear(x)) * torch.full((8,), self.scale)
+
+
+@pytest.mark.parametrize("make", [EndsInProduct, Masked])
+def test_every_tensor_that_the_gradient_is_made_of_counts(make: Callable[[], nn.Module]) -> None:
+    net, x = rg.MomentumNet([make() for _ in range(3)], memory="checkpoint", fraction_bits=22), torch.randn(3, 8)
+    net(x).sum().backward()
+    y = net(x)
+    net.blocks[1].scale = 0.5
+    with pytest.raises(rg.ReplayError, match="block 1, run again"):
+        y.sum().backward()
+
+
+def test_a_replay_still_stops_at_the_last_tensor_saved() -> None:
+    class Counted(nn.Linear):
+        ends = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            Counted.ends += 1
+            return y
+
+    net = rg.MomentumNet(
+        [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Counted(8, 8))] * 3, memory="checkpoint", fraction_bits=22
+    )
+    net(torch.randn(3, 8)).sum().backward()
+    assert Counted.ends == 3
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        ),
+        lambda: nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.Conv2d(4, 4, 3, padding=1)),
+        lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Conv2d(4, 4, 1)),
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish()),
+    ],
+)
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_no_false_alarm(block: Callable[[], nn.Module], memory: str, layout: torch.memory_format) -> None:
+    net = rg.MomentumNet([block() for _ in range(4)], memory=memory).to(memory_format=layout)
+    for _ in range(3):
+        net(torch.randn(2, 4, 6, 6).contiguous(memory_format=layout)).square().mean().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(torch.randn(2, 4, 6, 6).contiguous(memory_format=layout))
+    y.square().mean().backward()
