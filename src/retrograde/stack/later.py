@@ -21,8 +21,9 @@ def event_on(device: torch.device) -> Any:
     """An event at the end of what the device has been given to do; None where values are known at once."""
     if device.type == "cpu":
         return None
-    event = torch.get_device_module(device).Event()
-    event.record()
+    module = torch.get_device_module(device)
+    event, stream = module.Event(), getattr(module, "current_stream", None)
+    event.record() if stream is None else event.record(stream(device))  # of this device: another may be the current one
     return event
 
 

@@ -251,9 +251,8 @@ def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]
     anything. Of parameters and buffers the start will do: autograd
     too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
-    known = {t.data_ptr() for own, _ in call.parts.statistics for t in own.values() if t is not None}
-    known |= set() if x is None else {x.data_ptr()}
-    held = _addresses(call)
+    known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
+    held = _addresses(call.parts.watched)
     seen, picked = set[tuple[int, int]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
@@ -267,9 +266,9 @@ def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]
     return picked
 
 
-def _addresses(call: Call) -> set[int]:
-    """Where the parameters and buffers of a block are."""
-    return {t.data_ptr() for t in call.parts.watched if type(t) in (Tensor, Parameter)}
+def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Where tensors are, those that have values of their own."""
+    return {t.data_ptr() for t in tensors if t is not None and type(t) in (Tensor, Parameter) and not t.is_meta}
 
 
 def _start(t: Tensor, most: int) -> Tensor:
