@@ -50,7 +50,7 @@ def residual(
         if torch.is_grad_enabled() and k < stored_from:
             call = Call(block, extra, name, verified=verify != "off", memo=memo)
             frame = Frame(call, Kept(x.detach()), k)
-            y = like.checked(frame.run(x, None if look is None else partial(look, k, call)), name)
+            y = like.checked(frame.run(x, None if look is None else partial(look, k, frame)), name)
             if call.writes:
                 raise ReplayError(
                     f"{name} writes to its input, so at gamma = 0 its input cannot be kept. Use memory='store'."
