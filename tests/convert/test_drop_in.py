@@ -340,11 +340,10 @@ def test_lora() -> None:
     assert all("lora" in name for name in trained)
 
 
-def test_a_converted_model_goes_with_its_last_reference() -> None:
+@pytest.mark.parametrize("memory", ["reverse", "auto"])
+def test_a_converted_model_goes_with_its_last_reference(memory: str) -> None:
     """Without waiting for the garbage collector: a user who deletes a model wants its memory back."""
-    model = rg.convert(
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), memory="reverse"
-    )
+    model = rg.convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), memory=memory)
     gc.collect()
     gc.disable()
     try:

@@ -1,151 +1,245 @@
-"""A budget: as many blocks as fit keep their tensors, and no bit changes."""
+"""A budget: blocks keep their inputs or their tensors as far as the highest point of a step allows, and no bit changes."""
 
 import copy
 import math
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import retrograde as rg
 from problems import Attention, Mlp, assert_same_bits, conv, same_in_every_mode, train_step
-from retrograde.measure import held_bytes
+from retrograde.measure import peak_memory
+from retrograde.nets import budget as budgets
 from retrograde.stack.momentum import Recurrence
-from retrograde.stack.planner import Weights, within
+from retrograde.stack.planner import Plan
+from retrograde.stack.timeline import RESERVE, Choice, Track, chain, estimated, free, within
+
+
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(32, 2, 128, 0.1, batch_first=True, norm_first=True)
+
 
 CASES = {
     "mlp": (lambda: [Mlp(32, 48) for _ in range(12)], (256, 32)),
     "conv+batchnorm": (lambda: [conv(8) for _ in range(10)], (8, 8, 12, 12)),
     "attention+dropout": (lambda: [Attention(16) for _ in range(8)], (8, 20, 16)),
+    "transformer": (lambda: [layer() for _ in range(7)], (4, 24, 32)),
 }
 
 
 def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
-    """A network that has seen one batch, and the batch."""
+    """A network and a batch."""
     make, shape = CASES[kind]
-    net, x = rg.MomentumNet(make(), fraction_bits=20, **options), torch.randn(shape)
-    if net.budget is not None:
-        net(x).sum().backward()
-        net.zero_grad()
-    return net, x
+    return rg.MomentumNet(make(), fraction_bits=20, **options), torch.randn(shape)
 
 
-def held(net: rg.MomentumNet, x: Tensor) -> int:
-    return held_bytes(lambda: net(x).sum())
+def links_of(net: rg.MomentumNet) -> list[Choice]:
+    ((_, links),) = net._planner.links.values()
+    return links
+
+
+def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:
+    """Of a step, above parameters, gradients and batch. Leaves buffers as they were."""
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    for t in (x, *net.parameters()):
+        t.grad = torch.zeros_like(t) if t.requires_grad else None
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return net(x).square().mean()
+
+    found = peak_memory(forward, lambda loss: loss.backward()).peak
+    net.load_state_dict(buffers, strict=False)
+    return found
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("velocity", [None, "first"])
-def test_sweep(kind: str, velocity: str | None) -> None:
-    """From the least to more than plain autograd holds: within the budget, as predicted, less and less run again, same bits."""
-    net, x = budgeted(kind, form="block", velocity=velocity, budget=10**9)
-    everything, bits = held(net, x), None
+@pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first")])
+def test_sweep(kind: str, form: str, velocity: str | None) -> None:
+    """From the least to more than plain autograd takes: within the budget, as predicted, less and less run again, same bits."""
+    net, x = budgeted(kind, form=form, velocity=velocity, budget=10**9)
+    x.requires_grad_()
+    expected = same_in_every_mode(unbudgeted(net), x)
+    everything = peak(net, x)
     assert net.plan.stored == len(net.blocks)
-    assert net.plan.bytes == pytest.approx(everything, rel=0.05)
-    net.budget = None
-    least = held(net, x)
-    before, cost = 0, math.inf
-    for budget in torch.linspace(least * 1.02, everything * 1.1, 12).int().tolist():
+    least = math.ceil(min(link.peak for link in links_of(net)) * (1 + RESERVE))
+    before, cost, plans = 0, math.inf, []
+    for budget in torch.linspace(least, everything * 1.1, 8).int().tolist():
         net.budget = budget
-        net(x)  # measures
-        now, plan = held(net, x), net.plan
-        assert now <= budget * 1.001
-        assert now == pytest.approx(plan.bytes, rel=0.05)
+        now, plan = peak(net, x), net.plan
+        assert now <= budget
+        assert now <= plan.peak <= budget
+        slack = 1.25 if "conv" in kind else 1.1  # what oneDNN takes is bounded, not known
+        assert plan.peak <= now * slack * (1 + RESERVE)
         assert plan.cost <= cost
-        assert now >= before * 0.99
-        before, cost = now, plan.cost
-        found = train_step(net, x.requires_grad_())
-        bits = bits or found
-        assert_same_bits(
-            {n: t for n, t in bits.items() if "buffer" not in n}, {n: t for n, t in found.items() if "buffer" not in n}
-        )
+        assert plan.peak >= before
+        before, cost = plan.peak, plan.cost
+        plans.append(plan)
+        found = train_step(net, x)
+        assert found.keys() == expected.keys()
+        assert_same_bits(expected, found)
     assert cost == 0
+    assert plans[0].replayed
+    assert any(link.plans[0].reversed and link.plans[0].kept for link in links_of(net))
+    assert any(plan.kept and plan.stored for plan in plans)
+    assert net.plan.peak == pytest.approx(everything * (1 + RESERVE), rel=0.12)
+
+
+def unbudgeted(net: rg.MomentumNet) -> rg.MomentumNet:
+    other = copy.deepcopy(net)
+    other.budget = None
+    return other
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("form", ["branch", "block"])
-def test_same_bits_as_stored(kind: str, form: str) -> None:
-    net, x = budgeted(kind, form=form, verify="blocks")
-    expected = same_in_every_mode(net, x.requires_grad_())
-    net.memory = "auto"
-    net.budget = 10**9
-    net(x)
-    for share in (0.3, 0.6, 0.9):
-        other = copy.deepcopy(net)
-        other.load_state_dict(net.state_dict())
-        other.budget = int(sum(next(iter(net._planner.weights.values())).stored.values()) * share)
-        other._planner.weights = net._planner.weights
-        found = train_step(other, x)
-        assert {n: t for n, t in found.items() if "buffer" not in n}.keys() <= expected.keys()
-        for name, value in found.items():
-            assert "buffer" in name or torch.equal(value, expected[name]), name
+@pytest.mark.parametrize("verify", ["end", "blocks"])
+def test_every_plan_has_the_same_bits(kind: str, form: str, verify: str) -> None:
+    """Each number of reversed, kept and stored blocks, checked by `verify` as it goes."""
+    net, x = budgeted(kind, form=form, verify=verify)
+    expected = same_in_every_mode(copy.deepcopy(net), x.requires_grad_())
+    net.memory, depth = "auto", len(net.blocks)
+    for r, c in (
+        (0, 3),
+        (1, 1),
+        (1, depth),
+        (2, 5),
+        (depth - 1, depth),
+        (depth - 1, depth - 1),
+        (depth, depth),
+        (0, 0),
+    ):
+        assert_same_bits(expected, train_step(fixed(net, Plan(r, c - r, depth - c)), x))
 
 
-def test_only_the_lower_blocks_are_run_again() -> None:
-    net, x = budgeted("mlp", budget=10**9)
-    weights = net._planner.weights
-    runs: list[int] = []
+def fixed(net: rg.MomentumNet, plan: Plan) -> rg.MomentumNet:
+    """The network with a plan of our choice."""
+    other = copy.deepcopy(net)
+
+    class Always(budgets.Planner):
+        def plan(self, *_: Any) -> tuple[Plan, None]:
+            return plan, None
+
+    other._planner = Always(1)
+    return other
+
+
+def test_what_is_run_again() -> None:
+    """Reversed and kept blocks once, from the last one down; stored ones not; a kept one only as far as its last saved tensor."""
+    net, x = budgeted("mlp")
+    net = fixed(net, Plan(5, 4, 3))
+    runs: list[tuple[int, str]] = []
     for k, block in enumerate(net.blocks):
-        block.register_forward_pre_hook(lambda *_, k=k: runs.append(k))
-    kept = next(iter(weights.values())).stored
-    net.budget = 256 * 32 * (4 + 4 + 1) + sum(kept[k] for k in (9, 10, 11))
-    net._planner.weights = weights
-    net(x).sum().backward()
-    assert net.plan.stored == 3
-    assert net.plan.mode == "reverse"
-    assert runs == [*range(12), *range(8, -1, -1)]
+        block.register_forward_pre_hook(lambda *_, k=k: runs.append((k, "begun")))
+        block.register_forward_hook(lambda *_, k=k: runs.append((k, "ended")))
+    y = net(x)
+    runs.clear()
+    y.sum().backward()
+    assert [k for k, what in runs if what == "begun"] == list(range(8, -1, -1))
+    assert [k for k, what in runs if what == "ended"] == list(range(4, -1, -1))
+
+
+def test_a_kept_block_that_writes_to_its_input() -> None:
+    class Writes(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5))
+
+    net, x = rg.MomentumNet([Writes() for _ in range(6)], fraction_bits=20), torch.randn(3, 8)
+    expected = train_step(fixed(net, Plan(0, 0, 6)), x)
+    for plan in (Plan(3, 3, 0), Plan(0, 6, 0), Plan(2, 2, 2)):
+        assert_same_bits(expected, train_step(fixed(net, plan), x))
+
+
+def test_frozen_blocks_in_every_place() -> None:
+    """What needs no gradient keeps nothing and is run again only to get past it."""
+    for frozen in ((0, 1, 2), (3, 4), (9, 10, 11)):
+        net, x = budgeted("mlp")
+        for k in frozen:
+            net.blocks[k].requires_grad_(False)
+        expected = train_step(fixed(net, Plan(0, 0, 12)), x)
+        for plan in (Plan(12, 0, 0), Plan(4, 8, 0), Plan(5, 3, 4), Plan(2, 5, 5), Plan(1, 0, 11), Plan(0, 12, 0)):
+            assert_same_bits(expected, train_step(fixed(net, plan), x))
+        net.budget = 10**9
+        assert_same_bits(expected, train_step(net, x))
+        top = peak(net, x)
+        for link in links_of(net):
+            net.budget = int(link.peak * (1 + RESERVE))
+            assert peak(net, x) <= net.budget
+        assert top <= net.budget
 
 
 def test_top_blocks_over_kept_inputs_at_gamma_zero() -> None:
     blocks = [Mlp(32, 48) for _ in range(6)]
     x = torch.randn(64, 32, requires_grad=True)
-    grads = []
-    for budget in (None, 64 * 32 * 4 * 10, 10**9):
+    grads, replays = [], []
+    for budget in (None, 115_000, 140_000, 10**9):
         net = rg.MomentumNet(blocks, gamma=0, memory="auto", budget=budget)
-        net(x)
+        if budget is not None:
+            assert peak(net, x) <= budget
         y = net(x)
+        replays.append(net.plan.replayed)
         grads.append(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
-    assert net.plan.stored == 6
+    assert replays[0] == 6 > replays[1] > replays[2] > replays[3] == 0
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
 def test_retain_graph_second_order_and_encode() -> None:
-    net, x = budgeted("mlp", budget=256 * 32 * 60)
+    net, x = budgeted("mlp", budget=10**9)
     reference = rg.MomentumNet(copy.deepcopy(net.blocks), memory="store", fraction_bits=20)
-    found = []
-    for n in (net, reference):
-        leaf = x.clone().requires_grad_()
-        n(leaf)  # measures
-        y = n(leaf).square().sum()
-        (once,) = torch.autograd.grad(y, leaf, retain_graph=True)
-        (twice,) = torch.autograd.grad(y, leaf, create_graph=True)
-        found.append([once, twice.detach(), *torch.autograd.grad(twice.square().sum(), [leaf, *n.parameters()])])
-    assert 0 < net.plan.stored < 12
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for n in (fixed(net, Plan(4, 4, 4)), fixed(net, Plan(0, 8, 4))):
+        found = []
+        for m in (n, reference):
+            leaf = x.clone().requires_grad_()
+            y = m(leaf).square().sum()
+            (once,) = torch.autograd.grad(y, leaf, retain_graph=True)
+            (twice,) = torch.autograd.grad(y, leaf, create_graph=True)
+            found.append([once, twice.detach(), *torch.autograd.grad(twice.square().sum(), [leaf, *m.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     state = net.encode(x)
     assert torch.equal(net.inverse(state), state.fixed.decode(state.fixed.encode(x), x.dtype))
 
 
-def test_kinds_of_input_are_measured_apart() -> None:
-    net, x = budgeted("mlp", budget=256 * 32 * 60)
+def test_kinds_of_input_are_planned_apart() -> None:
+    net, x = budgeted("mlp", budget=450_000)
     net(x)
-    stored = net.plan.stored
-    assert stored
+    whole = net.plan
+    assert whole.kept
     net(x[:64])
-    assert net.plan.stored == 0
-    net(x[:64])
-    assert net.plan.stored > stored
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        net(x)
-        assert net.plan.stored == 0
-        now = held(net, x)
-        assert now <= net.plan.bytes * 1.05 + sum(p.numel() * 2 for p in net.parameters())
+    assert net.plan.cost < whole.cost
+    net(x)
+    assert net.plan == whole
+    assert peak(net, x, autocast=True) <= net.budget
+    assert net.plan != whole
     net.blocks[11].requires_grad_(False)
     net(x)
-    assert net.plan.stored == 0
+    assert len(net._planner.links) == 4
+
+
+def test_the_plan_leaves_no_trace() -> None:
+    """The step without values that plans are made from moves no statistics, random numbers, gradients or counters of hooks."""
+    net, x = budgeted("conv+batchnorm")
+    x.requires_grad_()
+    net.blocks.append(nn.Dropout(0.3))
+    net.gamma = 0.9
+    net.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    net.blocks[0].register_full_backward_hook(lambda *_: calls.append(2))
+    calls: list[int] = []
+    expected = train_step(net, x)
+    calls.clear()
+    copy.deepcopy(net)(x).sum().backward()
+    before = calls.copy()
+    net.budget = 10**9
+    assert_same_bits(expected, train_step(net, x))
+    calls.clear()
+    net(x).sum().backward()
+    assert calls.count(1) == 1  # stored: not run again
+    assert before.count(1) == 2
+    assert calls.count(2) == before.count(2)
 
 
 def test_a_fraction_of_the_device() -> None:
@@ -156,8 +250,46 @@ def test_a_fraction_of_the_device() -> None:
 
 def test_too_small_a_budget_says_what_is_needed() -> None:
     net, x = budgeted("mlp", budget=100)
-    with pytest.raises(ValueError, match=r"budget = 100 bytes is not enough .* the least .* is 73728"):
+    with pytest.raises(ValueError, match=r"budget = 100 bytes is not enough .* the least .*, is \d+") as error:
         net(x)
+    least = int(str(error.value).split(", is ")[1].split(".")[0])
+    net.budget = least
+    assert peak(net, x) <= least
+    net.budget = least - 1
+    with pytest.raises(ValueError, match="not enough"):
+        net(x)
+
+
+class Opaque(torch.autograd.Function):
+    """What cannot be run without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.numpy()[...] *= 2.0  # type: ignore[call-overload]
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+def test_blocks_that_need_values_are_measured_in_a_first_pass() -> None:
+    class Block(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Opaque.apply(x))
+
+    net, x = rg.MomentumNet([Block(32, 48) for _ in range(8)], fraction_bits=20, budget=10**9), torch.randn(64, 32)
+    net(x).sum().backward()
+    assert net.plan.mode == "reverse"
+    top = peak(net, x)
+    assert net.plan.stored == 8
+    links = links_of(net)
+    for link in links:
+        net.budget = int(link.peak * (1 + RESERVE))
+        assert peak(net, x) <= net.budget
+    assert links[0].peak < top
 
 
 @pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, "1GB"])
@@ -177,19 +309,55 @@ def test_a_budget_needs_auto() -> None:
 
 
 def test_copies_keep_the_budget() -> None:
-    net, x = budgeted("mlp", budget=256 * 32 * 60)
+    net, x = budgeted("mlp", budget=10**9)
     other = copy.deepcopy(net)
     assert other.budget == net.budget
     assert torch.equal(other(x), net(x))
+    other.budget = 450_000
+    other(x)
+    assert net.plan != other.plan
 
 
-def test_plans_get_quicker_and_larger_with_the_budget() -> None:
-    recurrence, x = Recurrence((Fraction(9, 10),) * 24, residual=True), torch.empty(1000)
-    weights = Weights()
-    weights.stored = dict.fromkeys(range(24), 30_000)
-    plans = [within(budget, recurrence, x, weights, "off") for budget in range(10_000, 800_000, 5_000)]
-    for a, b in pairwise(plans):
-        assert b.cost <= a.cost
-        assert b.bytes >= a.bytes
-    assert plans[0].stored == 0
-    assert plans[-1].replayed == 0
+def track(depth: int, saved: int, size: int = 1000, at: int = 0, end: int | None = None) -> Track:
+    recurrence = Recurrence((Fraction(9, 10),) * depth, residual=True)
+    found = Track.of(Plan.uniform("reverse", depth), recurrence, torch.empty(size))
+    end = at + 2 * depth if end is None else end
+    for k in range(depth):
+        found.saved[k], found.largest[k], found.whole[k] = saved, saved // 4, False
+        found.forward[k], found.backward[k] = at + k, end - k
+    return found
+
+
+def test_a_chain_gets_quicker_and_larger_link_by_link() -> None:
+    one = track(24, 30_000)
+    links = chain(estimated(one, 0), [one])
+    for a, b in pairwise(links):
+        assert b.cost < a.cost
+        assert b.plans[0].reversed <= a.plans[0].reversed
+        assert b.plans[0].stored >= a.plans[0].stored
+    assert links[0].plans == (Plan(24, 0, 0),)
+    assert links[-1].plans == (Plan(0, 0, 24),)
+    assert links[-1].cost == 0
+    costs = [within(budget, links, "it").cost for budget in range(90_000, 900_000, 5_000)]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_an_input_is_kept_before_tensors_are() -> None:
+    """4 bytes spare a step back; 30 spare a replay."""
+    one = track(24, 30_000)
+    half = within(int(max(estimated(one, 0)) * 1.4), chain(estimated(one, 0), [one]), "it").plans[0]
+    assert half.kept > half.stored
+
+
+def test_free_memory_is_where_another_stack_is_higher() -> None:
+    """Of two stacks the lower one sets the peak: the upper keeps what fits below it, and not a byte more; alone, it keeps nothing."""
+    below, above = track(4, 300_000, 10_000, at=0, end=29), track(10, 30_000, at=4, end=24)
+    usage = [90_000 + 90_000 * k // 4 for k in range(4)]
+    usage += [200_000] * 10 + [180_000] + [190_000] * 10 + [100_000] + [600_000] * 4
+    chosen = free(usage, [below, above])
+    assert chosen.plans[0] == Plan(3, 0, 1)  # its own last block is not yet there when the others keep theirs
+    assert chosen.plans[1].reversed == 0
+    assert chosen.plans[1].stored
+    assert chosen.peak <= max(usage)
+    level = [max(usage)] * len(usage)
+    assert free(level, [below, above]).plans == (Plan(4, 0, 0), Plan(10, 0, 0))

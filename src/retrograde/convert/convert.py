@@ -13,13 +13,14 @@ from torch import nn
 from ..core.parts import copied_buffers
 from ..core.rational import as_ratios
 from ..stack.calibrate import unheard
-from ..stack.planner import MODES
+from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from . import block as blocks
+from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
 from .stage import Settings, Stage
 
-STAGES, NESTED = "_retrograde_stages", "_retrograde_nested"
+STAGES, ARRANGED, NESTED = "_retrograde_stages", "_retrograde_arrangement", "_retrograde_nested"
 _CHOICES = {
     "form": ("block", "branch"), "velocity": (None, "first"), "memory": MODES, "verify": VERIFY,
     "overflow": ("raise", "nan"),
@@ -30,7 +31,7 @@ def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "auto",
     overflow: str = "raise", state_bits: int | str = "auto", compile: bool | dict[str, Any] = False,
-    least: int = 2,
+    least: int = 2, budget: int | float | None = None,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -52,6 +53,10 @@ def convert(
         compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
             compile the rest of the model too, `torch.compile` it afterwards.)
         least: the fewest blocks that make a stage.
+        budget: with memory="auto", how much memory a training step of the model may take at its highest point, above
+            parameters, gradients and batch: whole bytes, or a fraction of the device's memory as a float. The quickest plan within
+            it is taken: blocks keep their inputs or their tensors, and are not reversed or not run again. Without one "auto"
+            does so as far as the highest point stays where it is.
 
     Returns:
         The model.
@@ -69,8 +74,9 @@ def convert(
         gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile)
     )  # fmt: skip
     check_settings(settings)
+    check_budget(budget, memory)
     finding = look(model, example, stages, form, least)
-    place(model, finding, settings)
+    place(model, finding, settings, budget)
     return model
 
 
@@ -115,7 +121,7 @@ def look(
     return finding
 
 
-def place(model: nn.Module, finding: Finding, settings: Settings) -> list[Stage]:
+def place(model: nn.Module, finding: Finding, settings: Settings, budget: int | float | None = None) -> list[Stage]:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
@@ -147,6 +153,10 @@ def place(model: nn.Module, finding: Finding, settings: Settings) -> list[Stage]
             module.use_nested_tensor = False  # a step needs rows of one length
     made = [stage for _, stage in plans]
     model.__dict__.setdefault(STAGES, []).extend(made)
+    model.__dict__[ARRANGED] = arrangement = Arrangement(budget, settings.memory == "auto")
+    arrangement.stages = stages_of(model)
+    for stage in arrangement.stages:
+        stage.arrangement = arrangement.number
     if not any(hook is survey for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(survey, with_kwargs=True)
     return made
@@ -175,7 +185,7 @@ def revert(model: nn.Module) -> nn.Module:
             module.use_nested_tensor = module.__dict__.pop(NESTED)
         stages = module.__dict__.get(STAGES)
         if stages is not None:
-            del module.__dict__[STAGES]
+            del module.__dict__[STAGES], module.__dict__[ARRANGED]
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is survey:
                     del module._forward_pre_hooks[key]
@@ -190,11 +200,23 @@ def stages_of(model: nn.Module) -> list[Stage]:
 
 
 def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the first training step: run the model once without gradients, to learn the range of each stage."""
-    stages: list[Stage] = model.__dict__.get(STAGES, [])
-    wanting = [stage for stage in stages if not (stage.surveyed or stage.dry)]
-    if not wanting or not torch.is_grad_enabled():
+    """Before the first training step: run the model once without gradients, to learn the range of each stage; and plan it."""
+    if not torch.is_grad_enabled():
         return
+    stages: list[Stage] = model.__dict__.get(STAGES, [])
+    if any(not (stage.surveyed or stage.dry) for stage in stages):
+        _survey(model, stages, args, kwargs)
+    _arrange(model, args, kwargs)
+
+
+@torch.compiler.disable
+def _arrange(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arrangement: Arrangement | None = model.__dict__.get(ARRANGED)
+    if arrangement is not None:
+        arrangement.arrange(model, args, kwargs)
+
+
+def _survey(model: nn.Module, stages: list[Stage], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later

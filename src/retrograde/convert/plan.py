@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..measure.dry import attention_of
 from ..measure.memory import Peak
 from ..measure.units import human
 from .convert import check_settings, look, place, revert, stages_of
 from .find import Finding
-from .predict import Prediction, attention_of, predict
+from .predict import Prediction, predict
 from .stage import Settings, Stage
 
 

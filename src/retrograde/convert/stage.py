@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ from ..core.tape import Frame, Kept
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Recurrence
-from ..stack.planner import cheapest
+from ..stack.planner import Plan, leanest
 from ..stack.proof import Ledger, Noted
+from .arrange import Recorder
 from .branch import Branch
 
 
@@ -174,6 +176,9 @@ class Stage:
         self.recurrence = self._recurrence(self.settings.gamma)
         self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
         self.surveying = self.warned = False
+        self.arrangement = 0  # the number of the one that this stage is in
+        self.planned: Plan | None = None  # what the arrangement of the model's stages gives this one
+        self.recorder: Recorder | None = None  # while that is being worked out
         self.used = ""  # the memory mode of the last pass
         self.dry: Any = (
             None  # to predict memory, on tensors without values: what every run of a block is to be put into
@@ -194,78 +199,87 @@ class Stage:
     def gamma(self, gamma: Any) -> None:
         self.recurrence = self._recurrence(gamma)
 
-    def mode_for(self, dtype: torch.dtype) -> str:
-        """The memory mode for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        memory = self.settings.memory
-        if self.checkpointed:
-            return "checkpoint"
-        plain = memory == "reverse" and 0 in self.recurrence.gammas
-        return cheapest(self.recurrence, dtype) if memory == "auto" or plain else memory
+    def plan_for(self, dtype: torch.dtype) -> Plan:
+        """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
+        if self.planned is not None and not (self.planned.reversed and 0 in self.recurrence.gammas):
+            return self.planned
+        memory = "checkpoint" if self.checkpointed else self.settings.memory
+        if memory == "reverse" and 0 in self.recurrence.gammas:
+            memory = "auto"
+        return leanest(self.recurrence, dtype, memory)
 
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_nested:
             kind = f"a nested or {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{path}, converted to a momentum step, needs a floating-point tensor; got {kind}.")
-        self.used = self.mode_for(x.dtype)
+        plan = self.plan_for(x.dtype)
+        self.used = str(plan)
         if self.checkpointed or not any(self.recurrence.gammas):
-            return self._plain(own, path, x, extra)
+            return self._plain(own, path, x, extra, index, plan)
         run = self._continued(x, index, path)
         try:
             if run is None:
-                run = self._opened(x, own, extra)
+                run = self._opened(x, own, extra, plan)
             else:
                 run.x = x
+            k = run.k
+            if self.recorder is not None:
+                track = self.recorder.begin(self, k, x)
             x1 = run.step(own, extra, path)
+            if self.recorder is not None:
+                self.recorder.end(track, k, x1)
         except RangeOverflow as error:
             self.range.overflowed()
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
-            x1 = x1 if self.dry else run.finish()
+            x1 = x1 if self.dry and x.device.type == "cpu" else run.finish()
             self._learn(run)
         else:
             self._hand_on(run, x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
         return own.with_x(x1 if self.settings.form == "block" else Branch.of(x, x1))
 
-    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra) -> Any:
+    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
         """The block alone: γ = 0, or a block outside of any stage."""
-        if not torch.is_grad_enabled() or self.used == "store":
+        track = None if self.recorder is None else self.recorder.begin(self, k, x)
+        if not torch.is_grad_enabled() or k >= plan.replayed:
             y = own(x, *extra.args, **extra.kwargs)
         else:
             verify, later = "off" if self.dry else self.settings.verify, self.range.later
             later.collect(x)
             call, version = Call(own, extra, path, verified=verify in ("end", "blocks"), memo=self.memo), x._version
             kept = Noted(x.detach(), Ledger(1, x.device, later), 0) if verify == "auto" else Kept(x.detach())
-            y = Frame(call, kept, 0).run(x)
+            frame = Frame(call, kept, 0)
+            y = frame.run(x, None if track is None else partial(track.look, k, frame))
             if x._version != version:
                 raise ReplayError(
                     f"{path} writes to its input, so its input cannot be kept. Use memory='store' for it."
                 )
         if not self.checkpointed:
             Like(x).checked(y, path)
+        if self.recorder is not None and track is not None:
+            self.recorder.end(track, k, y)
         return own.with_x(y)
 
-    def _opened(self, x: Tensor, own: Own, extra: Extra) -> Pass:
+    def _opened(self, x: Tensor, own: Own, extra: Extra, plan: Plan) -> Pass:
         if self.dry:
-            return Pass(
-                x,
-                self.recurrence,
-                FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow)),
-                mode=self.used,
-                overflow="nan",
-                memo=self.memo,
-            )
+            look = None if self.recorder is None else self.recorder.track(self, x).look
+            integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
+            run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
+            if self.settings.velocity == "first":
+                run.launch(own, extra, self.recurrence.residual)
+            return run
         fixed = None if self.surveying else self.range.current(x)
         run = Pass(
             x,
             self.recurrence,
             fixed or wide(x, self.recurrence),
-            mode="store" if self.surveying else self.used,
             verify=self.settings.verify,
             overflow=self.settings.overflow,
             memo=self.memo,
             later=self.range.later,
+            **({"mode": "store"} if self.surveying else plan.arguments),
         )
         run.learns = fixed is None
         if self.settings.velocity == "first":
@@ -313,4 +327,4 @@ class Stage:
         return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block", self.range.narrow)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "open": []}
+        return {**self.__dict__, "open": [], "recorder": None}

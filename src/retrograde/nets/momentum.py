@@ -26,9 +26,11 @@ from ..core.rational import as_ratios
 from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard, wide
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
-from ..stack.planner import MODES, Plan, Planner, check_budget, leanest
+from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.residual import grouped, residual
+from ..stack.timeline import Track
+from .budget import Planner, simulated
 
 Gamma = float | Iterable[float]
 
@@ -57,9 +59,11 @@ class MomentumNet(nn.Module):
         velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
             everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
-        budget: with "auto", how much may be held from forward to backward: whole bytes, or a fraction of the device's memory as
-            a float. As many blocks as fit in it, from the last one down, keep their tensors and are not run again; `plan`
-            says how many. The first pass with an input of a kind runs without it, and measures.
+        budget: with "auto", how much memory a training step of this network may take at its highest point, above
+            parameters, gradients and its input: whole bytes, or a fraction of the device's memory as a float. Counted are what
+            is held from forward to backward, what a block has at hand while it is run again and differentiated, the
+            output, its gradient, and 5 % for what kernels take for themselves. Within it blocks keep their input, or all
+            their tensors, from the last one down, and take less time; `plan` says how many.
         every: one momentum step for so many consecutive blocks, which are run as plain residual blocks inside it. Fewer
             integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
@@ -102,6 +106,7 @@ class MomentumNet(nn.Module):
         self.memo = Memo()
         self.plan: Plan | None = None  # of the last pass
         self._memory = _choice("memory", memory, MODES)
+        self._planner = Planner(None)
         self.gamma = gamma
         self.budget = budget
 
@@ -137,13 +142,13 @@ class MomentumNet(nn.Module):
 
     @property
     def budget(self) -> int | float | None:
-        """How much may be held from forward to backward: bytes, or a fraction of the device's memory. May be set, between passes."""
+        """How much memory a step may take: bytes, or a fraction of the device's memory. May be set, between passes."""
         return self._planner.budget
 
     @budget.setter
     def budget(self, budget: int | float | None) -> None:
         check_budget(budget, self.memory)
-        self._planner = Planner(budget)
+        self._planner.budget = budget
 
     @property
     def fraction_bits(self) -> int | str:
@@ -159,8 +164,17 @@ class MomentumNet(nn.Module):
         if any(self.recurrence.gammas):
             return self._run(x, extra).finish()
         memory = self._remembered(x, extra)
+        kept, look = memory["stored_from"], memory["look"]
         return residual(
-            self._groups(), self.form, x, extra, verify=self.verify, memo=self.memo, later=self.range.later, **memory
+            self._groups(),
+            self.form,
+            x,
+            extra,
+            verify=self.verify,
+            memo=self.memo,
+            later=self.range.later,
+            stored_from=kept,
+            look=look,
         )
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
@@ -223,8 +237,6 @@ class MomentumNet(nn.Module):
             "later": self.range.later,
         }
         settings |= self._remembered(x0, extra, budgeted=not reversible)
-        assert self.plan is not None
-        settings["mode"] = self.plan.mode
         try:
             run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
         except RangeOverflow:
@@ -263,17 +275,30 @@ class MomentumNet(nn.Module):
     def _remembered(self, x: Tensor, extra: Extra, budgeted: bool = True) -> dict[str, Any]:
         """What to keep of this pass, as arguments of it."""
         if self.budget is None or not budgeted or not torch.is_grad_enabled():
-            self.plan = leanest(self.recurrence, x, self.memory)
-            return {"stored_from": self.plan.replayed, "look": None}
+            self.plan, look = leanest(self.recurrence, x.dtype, self.memory), None
+            return self.plan.arguments | {"look": look}
         inputs = (x, *extra.tensors)
         kind = (
             self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            sum(p.requires_grad for p in self.parameters()),
+            sum(p.requires_grad for p in self.parameters()), self.verify,
         )  # fmt: skip
+
+        def simulate(plan: Plan) -> tuple[list[int], Track]:
+            return simulated(
+                self,
+                self._groups(),
+                self._launch(extra),
+                self.recurrence,
+                self.form,
+                plan,
+                x,
+                extra,
+                self.verify != "off",
+            )
+
         known = (*self.parameters(), *self.buffers(), *inputs)
-        measured = self._planner.unknown(kind, len(self.recurrence.gammas))
-        self.plan = self._planner.plan(kind, self.recurrence, x, known, self.verify)
-        return {"stored_from": self.plan.replayed, "look": self._planner.weights[kind] if measured else None}
+        self.plan, look = self._planner.plan(kind, self.recurrence, x, known, simulate)
+        return self.plan.arguments | {"look": look}
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:

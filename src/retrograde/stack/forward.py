@@ -6,7 +6,8 @@
     run.finish()                    # x_K
 
 "reverse" and "checkpoint" run each block in a `Frame`, "store" runs it plainly; without grad mode nothing is remembered.
-All of them take the same integer steps, so the mode changes no bit of the result.
+One pass may do all three, from the first block to the last: reverse, then checkpoint, then store. The tape stays where the
+reversed blocks end. All of them take the same integer steps, so the mode changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -28,36 +29,39 @@ from .momentum import Momentum, Recurrence
 from .proof import Ledger, Noted, Proven
 
 Block = Callable[..., Any]
-Look = Callable[[int, Call, list[Tensor]], None]
+Look = Callable[[int, Frame, list[Tensor]], None]
 
 
 class Forward:
     """A pass in progress. `x` is the next block's input.
 
     Args:
+        mode: how the first blocks are remembered.
+        kept_from: blocks from this one on keep their input, as in mode "checkpoint"; None: as `mode` says.
         stored_from: blocks from this one on keep their tensors, as in mode "store".
         memo: what is known of the blocks from earlier passes (see `core.parts`).
         later: what is told, with verify="auto", whether the replays repeated the blocks.
-        look: shown k, the call and the tensors that block k would keep if it were stored, for every block that is not.
+        look: shown k, the frame and the tensors that block k would keep if it were stored, for every block that is not.
     """
 
     def __init__(
         self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint, *,
         mode: str, verify: str = "off", overflow: str = "raise", reversible: bool = False,
-        stored_from: int | None = None, memo: Memo | None = None, later: Later | None = None, look: Look | None = None,
+        kept_from: int | None = None, stored_from: int | None = None, memo: Memo | None = None, later: Later | None = None,
+        look: Look | None = None,
     ) -> None:  # fmt: skip
         self.mode, self.verify, self.memo, self.look, self.k = mode, verify, memo, look, 0
         self.tracked = torch.is_grad_enabled()
         self.stored_from = len(recurrence.gammas) if stored_from is None else stored_from
         if mode == "store" or not self.tracked:
             self.stored_from = -1
-        self.verified = verify == "blocks" or (verify == "end" and mode == "checkpoint")
+        self.kept_from = -1 if mode == "checkpoint" else self.stored_from if kept_from is None else kept_from
         reversible |= self.tracked and mode == "reverse"
         self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
         self.later = Later() if later is None else later
         self.tape, self.like, self.take = Proven(self.state, verify, self.later), Like(x0), applied(Step)
         self.ledger: Ledger | None = None
-        if verify == "auto" and mode == "checkpoint" and self.stored_from > 0:
+        if verify == "auto" and self.kept_from < self.stored_from:
             self.ledger = Ledger(self.stored_from + 1, x0.device, self.later)
         if self.tracked:
             self.xt, self.x = Enter.apply(x0, self.state)
@@ -77,7 +81,7 @@ class Forward:
     def step(self, block: Block, extra: Extra, name: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x."""
         k = self.k
-        if k == self.stored_from and self.mode == "reverse":
+        if k == min(self.kept_from, self.stored_from) and self.mode == "reverse":
             self.state = self.state.fork()  # the tape stays here
         y = self._output(block, extra, k, name or f"block {k}")
         if self.tracked:
@@ -112,16 +116,18 @@ class Forward:
         x = self.x
         if k >= self.stored_from:
             return self.like.checked(block(x, *extra.args, **extra.kwargs), name)
-        verified = self.verified or (k < 0 and self.verify == "end")  # no state leads back to v₀'s own block
+        kept = k >= self.kept_from
+        # no state leads back to a kept input, nor to v₀'s own block
+        verified = self.verify == "blocks" or (self.verify == "end" and (kept or k < 0))
         call = self.tape.calls[k] = Call(block, extra, name, verified=verified, memo=self.memo)
-        frame = Frame(call, self.tape if self.mode == "reverse" else self._kept(x.detach(), k), k)
-        y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, call)), name)
+        frame = Frame(call, self._kept(x.detach(), k) if kept else self.tape, k)
+        y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, frame)), name)
         if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):
             frame.eager = True  # the output may be a view of a parameter
             y.register_hook(frame.prepare)
-        if self.tape.lowest is None and frame.shapes:
+        if self.tape.lowest is None and frame.shapes and not kept:
             self.tape.lowest = k
-        if self.mode == "reverse":
+        if not kept:
             self.tape.mark(k)
         elif isinstance(frame.source, Kept) and call.writes:  # to its input
             frame.source.hold(self.state.read())

@@ -1,54 +1,75 @@
-"""What each memory mode keeps from forward to backward, and which plan is quickest within a budget.
+"""What is kept of each block from forward to backward: the three ways, and plans made of them.
 
     "reverse"      x, v and the information buffers, once, whatever the depth
-    "checkpoint"   every block's input
+    "checkpoint"   the block's input
     "store"        whatever autograd saves
 
-With a budget, the blocks nearest to the output keep their tensors, as in "store", and only those below them are run again: the
-state of "reverse" is that of the layer where they begin. What a block would keep is measured while it keeps nothing, on
-the first pass with an input of its kind. No plan changes a bit of any result.
+A plan takes them in this order, from the first block to the last: the state of "reverse" stays at the layer where the
+reversed blocks end. Without a budget a stack has one way for all; which plan is quickest within a budget is worked out from
+the memory of a step, interval by interval (`timeline`). No plan changes a bit of any result.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..core.call import Call
 from ..core.fixedpoint import integer_dtype
 from .momentum import Recurrence
 
 MODES = ("reverse", "checkpoint", "store", "auto")
-REPLAY = {"reverse": 1.0, "checkpoint": 0.75, "store": 0.0}
-"""Time to run a block again, by mode: a kept input needs no integer steps back, and nothing after the last tensor saved."""
-
-
-_KINDS = 64  # of input that are remembered
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a pass is remembered: the first blocks by `mode`, the last ones stored."""
+    """How many blocks of a stack, from the first on, are reversed, keep their input, and keep their tensors.
 
-    mode: str
-    depth: int
-    stored: int  # how many blocks, counted from the output, keep their tensors
-    bytes: int | None  # held from forward to backward, as predicted; None: not known
+    Attributes:
+        peak: bytes at the highest point of a step, as predicted, with a reserve; None: not known.
+        cost: the time that running blocks again takes, as bytes of traffic (`timeline`); None: not known.
+
+    >>> print(Plan(12, 23, 0))
+    reverse 12, keep input 23
+    """
+
+    reversed: int
+    kept: int
+    stored: int
+    peak: int | None = None
+    cost: float | None = None
+
+    @classmethod
+    def uniform(cls, mode: str, depth: int) -> Plan:
+        """Every block the same way."""
+        return cls(*(depth * (mode == way) for way in MODES[:3]))
+
+    @property
+    def depth(self) -> int:
+        return self.reversed + self.kept + self.stored
 
     @property
     def replayed(self) -> int:
         """How many blocks are run again in backward."""
-        return self.depth - self.stored
+        return self.reversed + self.kept
 
     @property
-    def cost(self) -> float:
-        """The time that this takes, in forward passes of a block."""
-        return self.replayed * REPLAY[self.mode]
+    def mode(self) -> str:
+        """The way of the first blocks."""
+        return "reverse" if self.reversed else "checkpoint" if self.kept else "store"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of `Forward`."""
+        return {"mode": self.mode, "kept_from": self.reversed, "stored_from": self.replayed}
+
+    def __str__(self) -> str:
+        """The way, or how many blocks have which."""
+        parts = {"reverse": self.reversed, "keep input": self.kept, "store": self.stored}
+        several = {name: n for name, n in parts.items() if n}
+        return self.mode if len(several) < 2 else ", ".join(f"{name} {n}" for name, n in several.items())
 
 
 def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None) -> dict[str, int]:
@@ -79,90 +100,9 @@ def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
     return min(needed, key=needed.__getitem__)
 
 
-def leanest(recurrence: Recurrence, x: Tensor, mode: str = "auto") -> Plan:
-    """The plan without a budget: every block by one mode; "auto" is the one that holds least."""
-    mode, depth = cheapest(recurrence, x.dtype) if mode == "auto" else mode, len(recurrence.gammas)
-    if mode == "store":
-        return Plan(mode, depth, depth, None)
-    return Plan(mode, depth, 0, x.numel() * holding(recurrence, x.dtype)[mode])
-
-
-class Weights:
-    """What each block would keep if it were stored, and what it keeps to be run again, as seen in a pass in which it is not.
-
-    Args:
-        known: tensors that are there anyway: parameters, buffers, extra inputs.
-    """
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self.known = {t.untyped_storage().data_ptr() for t in known}
-        self.stored: dict[int, int] = {}  # bytes, by block; −1 is what makes the initial velocity, if anything does
-        self.replayed: dict[int, int] = {}  # states of random generators
-
-    def __call__(self, k: int, call: Call, tensors: list[Tensor]) -> None:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        self.stored[k] = sum(n for address, n in storages.items() if address not in self.known)
-        states = [state for state in call.places[1] if state.data_ptr() not in self.known]
-        self.known |= {state.data_ptr() for state in states}
-        self.replayed[k] = sum(state.nbytes for state in states)
-
-
-def within(budget: int, recurrence: Recurrence, x: Tensor, weights: Weights, verify: str) -> Plan:
-    """The quickest plan, of those that hold no more than the budget.
-
-    Raises:
-        ValueError: if none does.
-    """
-    depth, size, launched = len(recurrence.gammas), x.numel(), -1 in weights.stored
-    plans = [Plan("store", depth, depth, sum(weights.stored.values()))]
-    for replayed in range(1, depth + 1):
-        stored = sum(n for k, n in weights.stored.items() if k >= replayed)
-        states = [n for k, n in weights.replayed.items() if k < replayed and n]
-        stored += sum(states) if len(states) > 1 else 0  # one is there anyway
-        for mode, per_element in holding(recurrence, x.dtype, replayed).items():
-            if mode == "checkpoint":
-                per_element += launched * x.dtype.itemsize
-            plans.append(Plan(mode, depth, depth - replayed, stored + size * per_element))
-    fitting = [plan for plan in plans if plan.bytes is not None and plan.bytes <= budget]
-    if not fitting:
-        least = min(plan.bytes for plan in plans if plan.bytes is not None)
-        raise ValueError(
-            f"budget = {budget} bytes is not enough for an input of shape {tuple(x.shape)}: the least that can be held from "
-            f"forward to backward is {least}. Give more, a smaller batch, or budget=None."
-        )
-    return min(fitting, key=lambda plan: (plan.cost, plan.bytes))
-
-
-class Planner:
-    """The plans of a network within its budget, by kind of input: the leanest, until it is known what the blocks would keep."""
-
-    def __init__(self, budget: Any) -> None:
-        self.budget = budget
-        self.plans: dict[Hashable, tuple[Recurrence, Plan]] = {}
-        self.weights: dict[Hashable, Weights] = {}
-
-    def plan(self, kind: Hashable, recurrence: Recurrence, x: Tensor, known: Iterable[Tensor], verify: str) -> Plan:
-        """The plan for this pass. If `unknown(kind)`, the pass is to show its blocks' tensors to `weights[kind]`.
-
-        Args:
-            kind: what decides, besides the network, which tensors the blocks keep.
-            known: tensors that are there anyway.
-        """
-        if self.unknown(kind, len(recurrence.gammas)):
-            if len(self.weights) >= _KINDS:
-                self.weights.pop(next(iter(self.weights)))
-            self.weights[kind] = Weights(known)
-            return leanest(recurrence, x)
-        if kind not in self.plans or self.plans[kind][0] is not recurrence:
-            if len(self.plans) >= _KINDS:
-                self.plans.pop(next(iter(self.plans)))
-            budget = as_bytes(self.budget, x.device)
-            self.plans[kind] = recurrence, within(budget, recurrence, x, self.weights[kind], verify)
-        return self.plans[kind][1]
-
-    def unknown(self, kind: Hashable, depth: int) -> bool:
-        """Whether no pass with an input of this kind has been through to its end."""
-        return kind not in self.weights or depth - 1 not in self.weights[kind].stored
+def leanest(recurrence: Recurrence, dtype: torch.dtype, mode: str = "auto") -> Plan:
+    """The plan without a budget: every block by one mode; "auto" is the one that needs least."""
+    return Plan.uniform(cheapest(recurrence, dtype) if mode == "auto" else mode, len(recurrence.gammas))
 
 
 def as_bytes(budget: Any, device: torch.device) -> int:

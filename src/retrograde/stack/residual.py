@@ -59,7 +59,7 @@ def residual(
             call = Call(block, extra, name, verified=verify in ("end", "blocks"), memo=memo)
             kept = Kept(x.detach()) if ledger is None else Noted(x.detach(), ledger, k)
             frame = Frame(call, kept, k)
-            y = like.checked(frame.run(x, None if look is None else partial(look, k, call)), name)
+            y = like.checked(frame.run(x, None if look is None else partial(look, k, frame)), name)
             if call.writes:
                 raise ReplayError(
                     f"{name} writes to its input, so at gamma = 0 its input cannot be kept. Use memory='store'."
