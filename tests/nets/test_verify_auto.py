@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -277,3 +278,20 @@ def test_no_false_alarm(block: Callable[[], nn.Module], memory: str, layout: tor
     with torch.autocast("cpu", torch.bfloat16):
         y = net(torch.randn(2, 4, 6, 6).contiguous(memory_format=layout))
     y.square().mean().backward()
+
+
+def test_what_the_first_block_saved_is_let_go_when_backward_is_over() -> None:
+    x, kept = torch.randn(64, 8), list[weakref.ref[object]]()
+
+    class Keeps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            kept.append(weakref.ref(y.untyped_storage()))
+            return y
+
+    net = rg.MomentumNet([nn.Sequential(Scaled(), Keeps()), Scaled()], memory="reverse", fraction_bits=20)
+    loss = net(x).sum()
+    loss.backward()
+    assert len(kept) == 2
+    assert all(ref() is None for ref in kept)  # though the graph is still there
+    assert loss.grad_fn is not None
