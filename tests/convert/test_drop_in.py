@@ -343,9 +343,7 @@ def test_lora() -> None:
 @pytest.mark.parametrize("memory", ["reverse", "auto"])
 def test_a_converted_model_goes_with_its_last_reference(memory: str) -> None:
     """Without waiting for the garbage collector: a user who deletes a model wants its memory back."""
-    model = rg.convert(
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), memory=memory
-    )
+    model = rg.convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3), memory=memory)
     gc.collect()
     gc.disable()
     try:
