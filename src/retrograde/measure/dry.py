@@ -45,6 +45,7 @@ class Meter(TorchDispatchMode):
         self.alive: dict[int, weakref.ref[Any]] = {}
         self.before: set[int] = set()  # what was there before
         self.cast = 0  # bytes of parameters in another dtype, as autocast keeps them
+        self.casts: set[int] = set()  # those alive
         self.drawn = 0  # how many operators drew random numbers
         self.ended: list[tuple[int, int]] = []  # of each interval: the most bytes, and those of casts when it began
 
@@ -58,6 +59,7 @@ class Meter(TorchDispatchMode):
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.before:
             self.cast += out.untyped_storage().nbytes()
+            self.casts.add(out.untyped_storage()._cdata)
         return out
 
     def known(self, tensor: Tensor) -> None:
@@ -92,6 +94,7 @@ class Meter(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self.alive.pop(key, None)
+            self.casts.discard(key)
             self.now -= size
 
         self.alive[key] = weakref.ref(storage, gone)
