@@ -22,7 +22,7 @@ import retrograde as rg
 
 from .cases import Case, selected
 from .compiling import Compiled, compiled, run
-from .networks import Network, Stage, assembled
+from .networks import Network, Part, Stage, assembled
 
 BASELINE = "checkpoint"
 ACTIVATION_BUDGET = 0.5
@@ -171,7 +171,7 @@ def _recompute() -> AbstractContextManager[Any]:
 def _momentum(
     setup: Setup, memory: str, form: str, compile_blocks: bool, budget: float | None, **options: Any
 ) -> nn.Module:
-    """Ours. A budget is split over the stages in proportion to their activations."""
+    """Ours. A budget bounds the peak of the step; several stages share it in proportion to their activations."""
     call = setup.compiled("ours") if compile_blocks else None
     if budget is not None and setup.plain_peak is None:
         raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
@@ -186,6 +186,30 @@ def _momentum(
         return rg.MomentumNet(blocks, setup.gamma, form=form, memory=memory, **options)
 
     return assembled(setup.network, stack, (lambda head: head) if memory == "store" else head_again)
+
+
+def _converted(setup: Setup, memory: str, budget: float | None = None) -> nn.Module:
+    """Ours by `rg.convert`: the stages of one model, planned together. Heads are checkpointed as everywhere."""
+    if budget is not None and setup.plain_peak is None:
+        raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
+    heads = (lambda head: head) if memory == "store" else head_again
+    parts = partial(map, lambda block: Part(block, "forward"))  # the blocks themselves are for other methods too
+    model = assembled(setup.network, lambda stage: Chain(list(parts(stage.blocks)), run), heads)
+    stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
+    room = int(budget * setup.plain_peak) if budget is not None and setup.plain_peak is not None else None
+    return rg.convert(model, gamma=setup.gamma, stages=stages, memory=memory, budget=room if memory == "auto" else None)
+
+
+def _by_convert(name: str, about: str, budget: float | None = None) -> Method:
+    return Method(
+        f"ours-{name}",
+        about,
+        lambda setup: _converted(setup, "auto", budget),
+        lambda setup, mode: _converted(setup, mode),
+        "convert",
+        lambda case: case.images,
+        budget=budget,
+    )
 
 
 def _ours(
@@ -249,6 +273,8 @@ def methods() -> list[Method]:
             _ours(f"budget-{share}", f"ours, auto, given {share} % of plain's memory", "auto", budget=share / 100, applies=_sweep)
             for share in SWEEP
         ),
+        _by_convert("convert-auto", "ours, `rg.convert`, auto: free memory is used across the stages"),
+        _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", 0.3),
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
         _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),
         _ours("16bit-reverse", "ours, reverse, x and v in 16 bits (state_bits=16)", "reverse", state_bits=16, applies=_low),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich import box
@@ -77,6 +78,13 @@ def main(
             plans[n] = plan(model, example, **options)  # type: ignore[arg-type]
     console.print(_stages(plans[batch]))
     console.print(_memory(plans, small, batch, optimizer, available))
+    if available is not None:
+        made = plans[batch]
+        room = available - made.parameters - (1 + OPTIMIZERS[optimizer]) * made.gradients - made.batch
+        make = partial(plan, model, examples[batch], budget=max(room, 0), **options)  # type: ignore[arg-type]
+        with console.status(f"the quickest way within {human(available)}"):
+            told = _within(room, make)
+        console.print(told, soft_wrap=True, highlight=False)
 
 
 def built(chosen: Source) -> tuple[nn.Module, FakeTensorMode]:
@@ -109,6 +117,19 @@ def _stages(made: Plan) -> Table:
     for row, cells in zip(made.rows, made.table()[1:], strict=True):
         table.add_row(*cells, style="" if row.form else "dim")
     return table
+
+
+def _within(room: int, make: Callable[[], Plan]) -> str:
+    """What `convert` would do with what is left for activations."""
+    if room <= 0:
+        return "Nothing is left for activations at this batch."
+    try:
+        made = make()
+    except ValueError as error:
+        return str(error)
+    modes = "; ".join(f"{row.path}: {row.mode}" for row in made.rows)
+    peak = made.peaks["auto"].peak
+    return f"rg.convert(model, budget={room}), activations at most {human(peak)}:\n  {modes}"
 
 
 def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:

@@ -6,7 +6,7 @@ that follows what each stage may keep (`stack.timeline`):
 
     with a budget   the quickest plan whose highest point is within it
     without         the quickest plan whose highest point is no higher than that of the leanest: stages of other sizes than the
-                    one that sets the peak keep inputs and tensors while it is not their turn
+                    one that sets the peak keep inputs and tensors while it is not their turn. A stage alone stays as it is
 
 The loss is not known to the model: it is taken to need twice the model's output besides.
 """
@@ -48,6 +48,7 @@ class Recorder:
         """Of a stage that is given x."""
         if stage not in self.tracks:
             self.tracks[stage] = Track.of(stage.plan_for(x.dtype), stage.recurrence, x, self.known)
+            self.tracks[stage].casts = self.meter.casts
         return self.tracks[stage]
 
     def begin(self, stage: Stage, k: int, x: Tensor) -> Track:
@@ -83,7 +84,7 @@ def simulated(
     if autocast is not None:
         dtype, enabled = autocast, True
     cached = enabled and torch.is_autocast_cache_enabled()
-    before = [(stage, stage.dry, stage.planned) for stage in stages]
+    before = [(stage, stage.dry, stage.planned, stage.used) for stage in stages]
     try:
         with unseen(model.modules()), dry(model, (tuple(args), dict(kwargs))) as (meter, (args, kwargs)):
             known = [
@@ -107,8 +108,8 @@ def simulated(
             for i in (forward - 1, forward):
                 usage[i] += spare
     finally:
-        for stage, around, plan in before:
-            stage.dry, stage.planned, stage.recorder = around, plan, None
+        for stage, around, plan, used in before:
+            stage.dry, stage.planned, stage.used, stage.recorder = around, plan, used, None
             stage.open.clear()
     if any(stage.settings.verify != "off" for stage in stages):  # gradients are put by, in case they turn out wrong
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -117,7 +118,7 @@ def simulated(
         stage: track for stage, track in recorder.tracks.items() if track.complete and stage not in recorder.twice
     }
     for track in tracks.values():
-        usage = track.placed(usage)
+        usage, track.turn = track.placed(usage), cached * (forward + 1)
     return usage, tracks
 
 
@@ -150,7 +151,8 @@ class Arrangement:
             if not given:
                 return {}
             self.plans.pop(next(iter(self.plans)))
-        if not given and sum(stage.steps for stage in stages) > _STEPS:
+        several = sum(not stage.checkpointed for stage in stages) > 1  # one alone has nobody to keep below
+        if not given and (not several or sum(stage.steps for stage in stages) > _STEPS):
             return {}
         try:
             if not plain([*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]):

@@ -160,4 +160,9 @@ def _spare(value: Any, place: Place) -> Any:
             f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
             "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
         )
+    inside = (v for layer in getattr(value, "layers", ()) for v in vars(layer).values())
+    if place.stage.dry and any(isinstance(v, Tensor) for v in inside):
+        raise TypeError(
+            f"{place.path} was given a key-value cache that cannot be copied without values: pass use_cache=False."
+        )
     return Spare(value)

@@ -1,7 +1,7 @@
 """`plan`: what `convert` would do to a model, and what that would save, before anything is changed.
 
 Memory is predicted for four ways to run the same model: plain, every block checkpointed, every stage in reverse, and as
-asked for. See `predict` for how.
+asked for. See `predict` for how, and `arrange` for what "auto" keeps besides.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..measure.dry import attention_of
 from ..measure.memory import Peak
+from ..measure.step import as_call
 from ..measure.units import human
-from .convert import check_settings, look, place, revert, stages_of
+from ..stack.planner import check_budget
+from .arrange import simulated
+from .convert import ARRANGED, check_settings, look, place, revert, stages_of
 from .find import Finding
 from .predict import Prediction, predict
 from .stage import Settings, Stage
@@ -34,7 +37,7 @@ class Row:
         form: "block", "branch", or "" for a block left out.
         plain: bytes that the plain model keeps of it from forward to backward.
         kept: bytes that the converted model keeps.
-        mode: the memory mode.
+        mode: the memory mode, or how many blocks have which: "reverse 12, keep input 23".
         reason: for a block left out, why.
     """
 
@@ -113,6 +116,7 @@ class Plan:
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
+    budget: int | float | None = None,
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
@@ -121,7 +125,7 @@ def plan(
         example: a batch, as `measure` takes it. For known models only its shapes and dtypes matter.
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, least: as in `convert`.
+        gamma, stages, form, memory, least, budget: as in `convert`.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
@@ -130,6 +134,7 @@ def plan(
     """
     settings = Settings(gamma, form or "block", None, memory)
     check_settings(settings)
+    check_budget(budget, memory)
     finding = look(model, example, stages, form, least)
     ways = {
         "plain": replace(settings, gamma=0, memory="store"),
@@ -142,9 +147,16 @@ def plan(
     results: dict[str, Prediction] = {}
     chosen: list[Stage] = []
     for way, of_way in ways.items():
-        place(model, finding, of_way)
+        place(model, finding, of_way, budget if way == memory else None)
         try:
             chosen = stages_of(model)
+            if way == memory == "auto":
+                args, kwargs = as_call(example)
+                seen = simulated(model, chosen, args, kwargs, loss, autocast)
+                several = sum(not stage.checkpointed for stage in chosen) > 1
+                plans = model.__dict__[ARRANGED].chosen(*seen, model) if several or budget is not None else {}
+                for stage in chosen:
+                    stage.planned = plans.get(stage.name)
             for stage in chosen:
                 stage.dry = attention_of(model)
             results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)

@@ -2,12 +2,14 @@
 
     usage = the most bytes alive in each interval between two marks
 
-What kernels allocate and free inside is not seen. Two such workspaces are known well enough to be added (`workspace`); what cuDNN
-takes for its convolutions is not.
+What kernels allocate and free inside is not seen. Some of it is known well enough to be added (`workspace`); what cuDNN takes for
+its convolutions is not.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +45,7 @@ class Meter(TorchDispatchMode):
         self.alive: dict[int, weakref.ref[Any]] = {}
         self.before: set[int] = set()  # what was there before
         self.cast = 0  # bytes of parameters in another dtype, as autocast keeps them
+        self.casts: set[int] = set()  # those alive
         self.drawn = 0  # how many operators drew random numbers
         self.ended: list[tuple[int, int]] = []  # of each interval: the most bytes, and those of casts when it began
 
@@ -56,6 +59,7 @@ class Meter(TorchDispatchMode):
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.before:
             self.cast += out.untyped_storage().nbytes()
+            self.casts.add(out.untyped_storage()._cdata)
         return out
 
     def known(self, tensor: Tensor) -> None:
@@ -89,6 +93,7 @@ class Meter(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self.alive.pop(key, None)
+            self.casts.discard(key)
             self.now -= size
 
         self.alive[key] = weakref.ref(storage, gone)
@@ -104,6 +109,7 @@ _SPACIOUS = {
     for name in (
         "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+        "native_batch_norm_backward",
     )
     if hasattr(torch.ops.aten, name)
 }  # fmt: skip
@@ -113,11 +119,13 @@ def workspace(func: Any, args: Any, out: Any) -> int:
     """Bytes that a kernel has inside.
 
     On a CPU oneDNN lays input, weights and output of a convolution out anew, with channels rounded up to its blocks of 16 (images
-    of up to 3 channels stay as they are), unless the kernel is of one pixel and goes to each. On a GPU fused attention adds up the
-    gradient of its queries in float32.
+    of up to 3 channels stay as they are), unless the kernel is of one pixel and goes to each; batch norm's backward has another array
+    of the size of its input. On a GPU fused attention adds up the gradient of its queries in float32.
     """
     if "attention" in str(func):
         return 4 * int(args[1].numel()) if args[1].is_cuda else 0
+    if func is torch.ops.aten.native_batch_norm_backward.default:
+        return int(args[1].numel() * args[1].element_size()) if args[1].device.type == "cpu" else 0
     back = func is torch.ops.aten.convolution_backward.default
     y, x, weight = args[:3] if back else (out, *args[:2])
     if x.device.type != "cpu" or math.prod((*weight.shape[2:], *args[3 + back])) == 1:
@@ -186,12 +194,17 @@ def dry(model: nn.Module, inputs: Any) -> Iterator[tuple[Meter, Any]]:
 
 @contextmanager
 def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave no trace of a run without values that nobody asked for: no hooks, nothing compiled, no cached casts, no random numbers."""
+    """Leave no trace of a run without values that nobody asked for: no hooks, nothing compiled, no cached casts, no random
+    numbers, and every attribute of the modules as it was (a mask made once and kept would be one without values)."""
+    modules = list(modules)
+    attributes = [(m.__dict__, dict(m.__dict__)) for m in modules]
+    inside = [(v, copy.copy(v)) for _, own in attributes for v in own.values() if type(v) in (dict, list, set)]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     kept = [
         (own, dict(own)) for m in modules for name in names if (own := getattr(m, name))
     ]  # other than PyTorch's own
-    cached = torch.is_autocast_cache_enabled()
+    cached, log = torch.is_autocast_cache_enabled(), logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
     generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         generators += torch.cuda.default_generators
@@ -202,13 +215,18 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                     del own[key]
         torch.set_autocast_cache_enabled(False)
+        log.setLevel(logging.CRITICAL)  # what cannot be run without values is said in other ways, or does no harm
         with torch.compiler.set_stance("force_eager"), saved_tensors_hooks(_itself, _itself):
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for own, hooks in kept:
+        log.setLevel(level)
+        for own, was in (*attributes, *kept, *((v, was) for v, was in inside if not isinstance(v, list))):
             own.clear()
-            own.update(hooks)
+            own.update(was)
+        for values, was in inside:
+            if isinstance(values, list):
+                values[:] = was
         for generator, place in zip(generators, places, strict=True):
             generator.set_state(place)
 

@@ -1,0 +1,276 @@
+"""What the stages of a model keep together: in memory that is free anyway, or within a budget. Peaks are measured, bits compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from conversion import anatomy, step
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.convert import arrange
+from retrograde.convert.convert import ARRANGED, stages_of
+from retrograde.nets.resnet import Bottleneck, ResNet
+from retrograde.stack.timeline import RESERVE
+
+IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def resnet(*blocks: int) -> nn.Module:
+    """The shape of a ResNet-152, small: most blocks are in the third of four stages."""
+    torch.manual_seed(0)
+    return ResNet(Bottleneck, blocks or (6, 4, 14, 2), classes=10, width=8)
+
+
+def converted(model: nn.Module, example: Any = IMAGES, arranged: bool = True, **options: Any) -> nn.Module:
+    rg.convert(model, example, **options)
+    model.__dict__[ARRANGED].auto &= arranged
+    return model
+
+
+def used(model: nn.Module) -> dict[str, str]:
+    return {stage.name: stage.used for stage in stages_of(model)}
+
+
+def bits(model: nn.Module, x: Tensor = IMAGES) -> dict[str, Tensor]:
+    return step(model, lambda m: m(x))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_free_memory_is_used_and_the_peak_stays() -> None:
+    lean, free = (converted(resnet(), arranged=arranged) for arranged in (False, True))
+    before, after = (rg.measure(model, IMAGES, repeats=1) for model in (lean, free))
+    assert after.held > 1.05 * before.held  # it is used
+    assert after.peak <= before.peak
+    assert used(lean) != used(free)
+    assert any("keep input" in mode or mode == "store" for mode in used(free).values())
+    assert same(bits(lean), bits(free))
+
+
+def test_nothing_is_kept_where_nothing_is_free() -> None:
+    """Two stages below a head whose output is larger than all else: the peak is there, while everything is held."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+            self.encoder, self.head = (
+                nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
+                nn.Linear(16, 20_000),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(self.encoder(x))
+            return y
+
+    model, x = rg.convert(Model()), torch.randn(2, 10, 16)
+    model(x)
+    assert used(model) == {"encoder.layers.0-11": "reverse"}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0])
+def test_budget_sweep_over_all_stages(share: float) -> None:
+    stored = converted(resnet(), memory="store")
+    most, expected = rg.measure(stored, IMAGES, repeats=1).peak, bits(stored)
+    model = converted(resnet(), budget=1)
+    with pytest.raises(ValueError, match=r"budget = 1 bytes is not enough .* is \d+") as error:
+        model(IMAGES)
+    least = int(str(error.value).split(", is ")[1].split(".")[0])
+    budget = int(least + share * (most * 1.25 - least))
+    model = converted(resnet(), budget=budget)
+    assert same(bits(model), expected)
+    assert rg.measure(model, IMAGES, repeats=1).peak <= budget
+    (plans,) = model.__dict__[ARRANGED].plans.values()
+    assert all(plan.peak <= budget for plan in plans.values())
+    if share == 1.0:
+        assert set(used(model).values()) == {"store"}
+    if share == 0.0:
+        assert any("reverse" in mode for mode in used(model).values())
+
+
+def test_more_memory_is_never_slower() -> None:
+    model = converted(resnet())
+    usage, tracks = arrange.simulated(model, stages_of(model), (IMAGES,), {})
+    least, costs = math.ceil(max(usage) * (1 + RESERVE)), []
+    for factor in torch.linspace(1, 4, 24).tolist():
+        plans = arrange.Arrangement(int(least * factor), True).chosen(usage, tracks, model)
+        costs.append(next(iter(plans.values())).cost)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == 0 < costs[0]
+
+
+def test_the_prediction_of_the_leanest_step() -> None:
+    """Interval by interval, the highest is near to what is measured."""
+    model = converted(resnet(), arranged=False)
+    usage, tracks = arrange.simulated(model, stages_of(model), (IMAGES,), {})
+    measured = rg.measure(model, IMAGES, repeats=1).peak
+    assert measured <= max(usage) * (1 + RESERVE)
+    assert max(usage) <= 1.25 * measured  # what oneDNN takes is bounded, not known
+    assert {stage.name for stage in tracks} == {stage.name for stage in stages_of(model)}
+    for stage, track in tracks.items():
+        assert sorted(track.forward) == sorted(track.backward) == list(range(stage.steps))
+        assert max(track.forward.values()) < min(track.backward.values())
+
+
+def test_each_kind_of_input_has_its_plan() -> None:
+    model = converted(resnet(), budget=5_000_000)
+    few, many = IMAGES[:2], IMAGES
+    model(many)
+    kept = used(model)
+    model(few)
+    assert set(used(model).values()) == {"store"}
+    model(many)
+    assert used(model) == kept
+    assert len(model.__dict__[ARRANGED].plans) == 2
+    with torch.no_grad():
+        model(many[:3])
+    assert len(model.__dict__[ARRANGED].plans) == 2
+
+
+def test_without_a_budget_few_kinds_are_planned() -> None:
+    model = converted(resnet(3, 3, 1, 1))
+    for n in range(1, 8):
+        model(IMAGES[:n])
+    assert len([plans for plans in model.__dict__[ARRANGED].plans.values() if plans]) == 4
+
+
+def test_warm_up_from_the_plain_network() -> None:
+    """At gamma = 0 nothing can be reversed; later plans are made for what can."""
+    model = converted(resnet(), budget=6_000_000)
+    warmup = rg.GammaWarmup(model, steps=3)
+    for _ in range(5):
+        model(IMAGES).sum().backward()
+        warmup.step()
+    assert len(model.__dict__[ARRANGED].plans) <= 4  # γ = 0, ⅓, ⅔ and 1 of the way
+
+
+def test_a_model_that_keeps_what_it_made() -> None:
+    """A mask made in the first forward pass is not to be one without values."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+            self.mask: Tensor | None = None
+            self.seen: list[int] = []
+            self.cache: dict[str, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(x.shape[1], 1).cumsum(0)
+                self.cache["shift"] = torch.ones(1)
+            self.seen.append(len(x))
+            y: Tensor = self.encoder(x * self.mask + self.cache["shift"])
+            return y
+
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(2, 5, 16)
+    other = rg.convert(copy.deepcopy(model), memory="store", fraction_bits=20)
+    rg.convert(model, budget=10**8, fraction_bits=20)
+    assert same(bits(model, x), bits(other, x))
+    assert type(model.mask) is Tensor
+    assert len(model.seen) == len(other.seen) == 1
+
+
+def test_a_later_conversion_of_the_whole_takes_over() -> None:
+    """A part converted first has its own hook; the plans are those of the whole."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(*(nn.TransformerEncoder(layer, 8, enable_nested_tensor=False) for layer in layers))
+    rg.convert(model[0], budget=10**9)
+    rg.convert(model, stages=["1.layers"], budget=10**9)
+    model(torch.randn(2, 5, 16))
+    assert model[0].__dict__[ARRANGED].plans == {}
+    assert set(used(model).values()) == {"store"}
+    assert len(used(model)) == 2
+
+
+def test_a_stage_that_runs_twice_keeps_the_least() -> None:
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.encoder(x), self.encoder(-x)
+            return a * b
+
+    torch.manual_seed(0)
+    model, x = rg.convert(Siamese(), budget=10**9, fraction_bits=20), torch.randn(2, 5, 16)
+    other = rg.convert(rg.revert(copy.deepcopy(model)), memory="store", fraction_bits=20)
+    assert same(bits(model, x), bits(other, x))
+    assert used(model) == {"encoder.layers.0-11": "reverse"}
+
+
+def test_copies_pickles_and_revert() -> None:
+    model = converted(resnet(), budget=5_000_000)
+    expected = bits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(bits(other), expected)
+        assert used(other) == used(model)
+    plain = resnet()
+    before = anatomy(plain)
+    converted(plain, budget=5_000_000)(IMAGES)
+    rg.revert(plain)
+    after = anatomy(plain)
+    assert {path: found[:3] for path, found in after.items() if path != "parameters"} == {
+        path: found[:3] for path, found in before.items() if path != "parameters"
+    }
+
+
+class Opaque(nn.Module):
+    """x + f(x) that cannot be run without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * float(x.detach().abs().max())
+
+
+def test_a_model_that_needs_values() -> None:
+    blocks = nn.Sequential(*(Opaque() for _ in range(12)))
+    x = torch.randn(64, 8)
+    model = rg.convert(blocks, stages=["*"])
+    model(x).sum().backward()
+    assert set(used(model).values()) == {"reverse"}
+    rg.revert(model)
+    rg.convert(model, stages=["*"], budget=10**8)
+    with pytest.raises(ValueError, match="could not be tried out without values"):
+        model(x)
+
+
+def test_plan_shows_it() -> None:
+    plan = rg.plan(resnet(), IMAGES, budget=4_500_000)
+    assert plan.peaks["auto"].peak <= 4_500_000
+    model = converted(resnet(), budget=4_500_000)
+    model(IMAGES)
+    assert {row.path: row.mode for row in plan.rows if row.mode != "as it is"} == used(model)
+    assert any("keep input" in row.mode for row in plan.rows)
+    assert any("keep input" in line for line in str(plan).splitlines())
+    with pytest.raises(ValueError, match="not enough"):
+        rg.plan(resnet(), IMAGES, budget=100)
+    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
+        rg.plan(resnet(), IMAGES, budget=100, memory="reverse")
+
+
+@pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, "1GB"])
+def test_wrong_budgets(wrong: Any) -> None:
+    model = resnet()
+    before = anatomy(model)
+    with pytest.raises(ValueError, match="budget must be"):
+        rg.convert(model, IMAGES, budget=wrong)
+    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
+        rg.convert(model, IMAGES, budget=10**6, memory="store")
+    assert anatomy(model) == before
