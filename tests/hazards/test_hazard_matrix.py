@@ -20,17 +20,18 @@ REFUSED = {
     "buffer_replaced", "buffer_updated", "spectral_norm", "quantisation_observer", "growing_cache", "nan_from_a_block",
     "inf_from_a_block", "parameter_written_between", "optimizer_step_between", "weights_loaded_between", "frozen_between",
     "unfrozen_between", "buffer_written_between", "optimizer_in_backward_nothing_saved", "extra_input_written_between",
-    "in_place_on_saved_tensor", "complex_numbers", "block_changes_shape", "backward_twice",
+    "in_place_on_saved_tensor", "complex_numbers", "block_changes_shape", "backward_twice", "own_function_reading_twice",
     "vmap_over_the_network", "per_sample_gradients", "func_grad", "forward_mode",
 }  # fmt: skip
 COULD_BE_RIGHT = {
     "optimizer_in_backward_nothing_saved",
     "frozen_between",
     "unfrozen_between",
+    "own_function_reading_twice",
 }
 SAYS_TOO_LITTLE: dict[str, str] = {}
 MUST_NAME = {
-    "vmap_over_the_network": "torch.autograd",
+    "own_function_reading_twice": "saved_tensors", "vmap_over_the_network": "torch.autograd",
     "per_sample_gradients": "torch.autograd", "func_grad": "torch.autograd", "forward_mode": "torch.autograd",
 }  # fmt: skip
 ACTION = re.compile(

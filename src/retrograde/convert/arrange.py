@@ -111,7 +111,9 @@ def simulated(
         for stage, around, plan, used in before:
             stage.dry, stage.planned, stage.used, stage.recorder = around, plan, used, None
             stage.open.clear()
-    if any(stage.settings.verify != "off" for stage in stages):  # gradients are put by, in case they turn out wrong
+    if any(
+        stage.settings.verify in ("end", "blocks") for stage in stages
+    ):  # gradients are put by, in case they turn out wrong
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         usage[forward:] = [n + gradients for n in usage[forward:]]
     tracks = {

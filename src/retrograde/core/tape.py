@@ -55,9 +55,6 @@ class Kept:
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
-    def lasts(self, k: int, saved: dict[int, Tensor]) -> bool:
-        return False
-
     def settle(self, k: int, y: Any, now: bool) -> None: ...
     def abandon(self, k: int) -> None: ...
     def pass_by(self, k: int) -> None: ...
@@ -87,10 +84,6 @@ class Tape:
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None: ...
-    def lasts(self, k: int, saved: dict[int, Tensor]) -> bool:
-        """Whether what block k saved is there until it is cleared, however often it is asked for: it cannot be run once more."""
-        return False
-
     def settle(self, k: int, y: Tensor, now: bool) -> None:
         if self.pulled:
             self.pulled, self.at, self.owed = False, k, y
@@ -154,7 +147,8 @@ class Tape:
             self.state.free()
             self.owed = None
             self.lost = (
-                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first. (If it has run "
+                "once only, a Function in the first block reads ctx.saved_tensors twice: read it once, into variables.)"
             )
 
 
@@ -166,7 +160,6 @@ class Frame:
         self.eager = False  # its output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
         self.saved: dict[int, Tensor] = {}
-        self.lasts = False
         self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
 
     def run(self, x: Tensor, look: Callable[[list[Tensor]], None] | None = None) -> Any:
@@ -199,7 +192,7 @@ class Frame:
             if self.fresh:  # the block takes a gradient inside its own forward
                 return self.fresh[index]
             self.replay()
-        return self.saved[index] if self.lasts else self.saved.pop(index)
+        return self.saved.pop(index)
 
     def prepare(self, gradient: Tensor) -> None:
         """Run the block again before any gradient of its parameters is there: an optimizer in backward would change them."""
@@ -226,5 +219,4 @@ class Frame:
         self.source.check(self.call, saved, y)
         self.source.settle(self.k, y, self.eager)
         self.saved = dict(enumerate(saved))
-        self.lasts = self.source.lasts(self.k, self.saved)
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

@@ -111,12 +111,6 @@ class Proven(Tape):
             self._prove()
         super().served()
 
-    def lasts(self, k: int, saved: dict[int, Tensor]) -> bool:
-        if not self.lost or torch._C._current_graph_task_id() == -1:
-            return False
-        at_end_of_backward(saved.clear)  # a Function may read its tensors twice; afterwards nobody does
-        return True
-
     def _begin(self, task: int) -> None:
         if self.task is None and torch._C._autograd._get_current_graph_task_keep_graph():
             self.marks[self.at] = self.state.mark()  # so that a later pass finds its way up again
