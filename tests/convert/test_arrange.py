@@ -49,7 +49,7 @@ def test_free_memory_is_used_and_the_peak_stays() -> None:
     lean, free = (converted(resnet(), arranged=arranged) for arranged in (False, True))
     before, after = (rg.measure(model, IMAGES, repeats=1) for model in (lean, free))
     assert after.held > 1.05 * before.held  # it is used
-    assert after.peak <= before.peak
+    assert after.peak <= before.peak + 4_096  # hashes of what is kept
     assert used(lean) != used(free)
     assert any("keep input" in mode or mode == "store" for mode in used(free).values())
     assert same(bits(lean), bits(free))

@@ -242,8 +242,8 @@ def test_the_plan_leaves_no_trace() -> None:
     assert calls.count(2) == before.count(2)
 
 
-def test_weights_cast_by_autocast_are_counted_once() -> None:
-    """Kept by autocast until the end of forward, and by the blocks that are stored; narrow batches, so that they weigh."""
+def test_weights_cast_by_autocast_are_counted() -> None:
+    """By the blocks that are stored; narrow batches, so that they weigh."""
     torch.manual_seed(0)
     net, x = rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fraction_bits=20, budget=10**9), torch.randn(48, 64)
     peak(net, x, autocast=True)

@@ -48,7 +48,6 @@ class Recorder:
         """Of a stage that is given x."""
         if stage not in self.tracks:
             self.tracks[stage] = Track.of(stage.plan_for(x.dtype), stage.recurrence, x, self.known)
-            self.tracks[stage].casts = self.meter.casts
         return self.tracks[stage]
 
     def begin(self, stage: Stage, k: int, x: Tensor) -> Track:
@@ -120,7 +119,7 @@ def simulated(
         stage: track for stage, track in recorder.tracks.items() if track.complete and stage not in recorder.twice
     }
     for track in tracks.values():
-        usage, track.turn = track.placed(usage), cached * (forward + 1)
+        usage = track.placed(usage)
     return usage, tracks
 
 

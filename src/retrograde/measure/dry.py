@@ -33,7 +33,13 @@ def _nothing(*_: Any) -> bool:
     return True
 
 
-registered[FakeTensor] = SimpleNamespace(advance_=_nothing, pull_=_nothing, retreat_=_nothing, carry=_nothing)
+def _step(x: Tensor, v: Tensor, i: Any, y: Tensor, *others: Any) -> None:
+    """What the CPU bodies make for a moment: y in float32."""
+    if y.device.type == "cpu" and y.dtype.itemsize < 4:
+        y.float()
+
+
+registered[FakeTensor] = SimpleNamespace(advance_=_step, pull_=_nothing, retreat_=_step, carry=_nothing)
 
 
 class Meter(TorchDispatchMode):
@@ -44,8 +50,7 @@ class Meter(TorchDispatchMode):
         self.now = self.peak = self.most = 0  # at any time; since the last mark
         self.alive: dict[int, weakref.ref[Any]] = {}
         self.before: set[int] = set()  # what was there before
-        self.cast = 0  # bytes of parameters in another dtype, as autocast keeps them
-        self.casts: set[int] = set()  # those alive
+        self.cast = 0  # bytes of parameters in another dtype made so far
         self.drawn = 0  # how many operators drew random numbers
         self.ended: list[tuple[int, int]] = []  # of each interval: the most bytes, and those of casts when it began
 
@@ -59,7 +64,6 @@ class Meter(TorchDispatchMode):
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.before:
             self.cast += out.untyped_storage().nbytes()
-            self.casts.add(out.untyped_storage()._cdata)
         return out
 
     def known(self, tensor: Tensor) -> None:
@@ -93,7 +97,6 @@ class Meter(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self.alive.pop(key, None)
-            self.casts.discard(key)
             self.now -= size
 
         self.alive[key] = weakref.ref(storage, gone)

@@ -65,7 +65,6 @@ def simulated(
         own = launch is not None and launch[1] is not extra
         extra = Extra(tuple(rest[: len(extra.args)]), dict(zip(extra.kwargs, rest[len(extra.args) :], strict=True)))
         track = Track.of(plan, recurrence, x, (*net.parameters(), *net.buffers(), x, *extra.tensors))
-        track.casts = meter.casts
         seen = [Seen(block, k, track, meter, around) for k, block in enumerate(blocks)]
         if any(recurrence.gammas):
             run = Forward(
@@ -88,9 +87,10 @@ def simulated(
         loss = mean_of_squares(y)
         del y
         forward = meter.mark()
-        track.turn = cached * (forward + 1)
         torch.autograd.backward(loss)
         usage = track.placed(meter.usage(forward + 1, cached))
+        if cached and not any(recurrence.gammas):  # the plain network's casts stay until the end of forward
+            usage[: forward + 1] = [n + meter.cast for n in usage[: forward + 1]]
         if verified:  # gradients are put by, in case they turn out wrong
             spare = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
             usage[forward:] = [n + spare for n in usage[forward:]]

@@ -53,9 +53,7 @@ class Track:
         largest: by block, bytes of the largest tensor among them.
         whole: by block, whether its output is among them.
         places: by block, bytes of where random generators stood, kept in order to run it again.
-        casts: addresses of parameters in another dtype; `cast`: by block, their bytes among those saved.
         forward, backward: by block, the interval.
-        turn: the interval up to which casts are kept anyway (by autocast, until the end of the forward pass).
     """
 
     plan: Plan
@@ -67,9 +65,6 @@ class Track:
     largest: dict[int, int] = field(default_factory=dict)
     whole: dict[int, bool] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)
-    casts: set[int] = field(default_factory=set)
-    cast: dict[int, int] = field(default_factory=dict)
-    turn: int = 0
     forward: dict[int, int] = field(default_factory=dict)
     backward: dict[int, int] = field(default_factory=dict)
 
@@ -86,7 +81,6 @@ class Track:
         """See what block k would keep (k = −1: what makes the initial velocity)."""
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         sizes = [n for address, n in storages.items() if address not in self.known]
-        self.cast[k] = sum(n for address, n in storages.items() if address in self.casts)
         self.saved[k], self.largest[k], self.whole[k] = sum(sizes), max(sizes, default=0), frame.ends_saved
 
     def placed(self, usage: list[int]) -> list[int]:
@@ -140,7 +134,6 @@ class Track:
             yield self.forward[k] + 1, self.backward.get(k, 0), self.held(k, new) - self.held(k, old)
             if k >= new.replayed:
                 yield self.forward[k], _END, -self.places.get(k, 0)
-                yield self.forward[k] + 1, self.turn, -self.cast.get(k, 0)
         for plan, sign in ((old, -1), (new, 1)):
             last, first = self.forward[self.plan.depth - 1], plan.reversed
             if -1 in self.saved and not first:
