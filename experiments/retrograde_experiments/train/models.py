@@ -24,7 +24,7 @@ VELOCITIES = {"zero": None, "first": "first"}
 
 def build(
     name: str, *, classes: int, channels: int = 3, size: str = "cifar", gamma: float = 0.9, velocity: str = "zero",
-    memory: str = "auto", verify: str = "off", overflow: str = "raise", state_bits: int | str = "auto",
+    memory: str = "auto", verify: str = "auto", overflow: str = "raise", state_bits: int | str = "auto",
 ) -> nn.Module:  # fmt: skip
     """The network of that name.
 

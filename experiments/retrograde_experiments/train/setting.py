@@ -70,7 +70,7 @@ class Setting(Recipe):
     velocity: str = _option("zero", "v₀: 0, or f(x₀) of each stage's first block", "zero", "first")
     memory: str = _option("auto", "how activations are remembered", "reverse", "checkpoint", "store", "auto")
     state_bits: str = _option("auto", "width of the integers that hold x and v; 16 is for --amp", "auto", "16")
-    verify: str = _option("off", "check that backward rewound the network", "off", "end", "blocks")
+    verify: str = _option("auto", "check that backward rewound the network", "auto", "off", "end", "blocks")
     seed: int = _option(0, "of the weights, the order of the images and what is done to them")
     limit: int | None = _option(None, "use the first so many training images only")
     image_size: int = _option(224, "pixels, for folders of images")

@@ -103,7 +103,7 @@ def simulated(
             del out
             forward = meter.mark()
             torch.autograd.backward(scalar)
-            usage = meter.usage(forward + 1, cached)
+            usage = meter.usage(cached)
             for i in (forward - 1, forward):
                 usage[i] += spare
     finally:

@@ -77,17 +77,12 @@ class Meter(TorchDispatchMode):
         self.most = self.now
         return len(self.ended)
 
-    def usage(self, forward: int, cached: bool) -> list[int]:
-        """The most bytes of each interval.
-
-        Args:
-            forward: how many intervals are of the forward pass.
-            cached: casts of parameters are kept to the end of the interval that they are made in.
-        """
+    def usage(self, cached: bool) -> list[int]:
+        """The most bytes of each interval; `cached`: casts of parameters are kept to the end of the one that they are made in."""
         cast = [*(cast for _, cast in self.ended), self.cast]
         made = [now - before for now, before in zip(cast, [0, *cast], strict=False)]
         most = [*(n for n, _ in self.ended), self.most]
-        return [n + own if cached and i < forward else n for i, (n, own) in enumerate(zip(most, made, strict=True))]
+        return [n + own if cached else n for n, own in zip(most, made, strict=True)]
 
     def _count(self, storage: Any, size: int | None = None) -> None:
         key = storage._cdata

@@ -88,7 +88,7 @@ def simulated(
         del y
         forward = meter.mark()
         torch.autograd.backward(loss)
-        usage = track.placed(meter.usage(forward + 1, cached))
+        usage = track.placed(meter.usage(cached))
         if cached and not any(recurrence.gammas):  # the plain network's casts stay until the end of forward
             usage[: forward + 1] = [n + meter.cast for n in usage[: forward + 1]]
         if verified:  # gradients are put by, in case they turn out wrong
