@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from retrograde.core.fixedpoint import FixedPoint
 from retrograde.nets.momentum import MomentumNet
 from retrograde.stack.calibrate import Range
-from retrograde.stack.momentum import check_range
 
 from ..data.batches import Source
 from .parallel import Alone, World
@@ -167,13 +166,7 @@ def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
     kept = {}
     for name, found in momentum_nets(net):
         held = found.range
-        if held.pending:  # on an accelerator the last passes may not have been looked at yet
-            torch.cuda.synchronize()
-        while held.pending:
-            watch, _, outcome = held.pending.pop(0)
-            held._note(watch, outcome)
-            if outcome.raises:
-                check_range(watch.tolist(), outcome.fixed, outcome.limits)
+        held.later.settle()  # on an accelerator the last passes may not have been looked at yet
         kept[name] = [[str(dtype).removeprefix("torch."), f.bits, f.guard] for dtype, f in held.fixed.items()]
     return kept
 

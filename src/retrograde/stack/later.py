@@ -52,5 +52,12 @@ class Later:
             values, _, then = self.waiting.pop(0)
             then(values, "an earlier")
 
+    def settle(self) -> None:
+        """Judge all of it now, waiting for the device."""
+        while self.waiting:
+            values, event, then = self.waiting.pop(0)
+            event.synchronize()
+            then(values, "an earlier")
+
     def __reduce__(self) -> Any:
         return Later, ()
