@@ -93,6 +93,7 @@ def restore(net: nn.Module, state: dict[str, Any]) -> None:
 
 def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
     for name, module in net.named_modules():
-        held = getattr(module, "range", None)
-        if isinstance(held, Range):
-            yield name, held
+        hidden = module.__dict__.get("momentum")  # a MomentumStage keeps its network out of the module tree
+        for held in (getattr(module, "range", None), getattr(hidden, "range", None)):
+            if isinstance(held, Range):
+                yield name, held

@@ -5,9 +5,9 @@
                   which the paper refits, is not at hand
     reference     the same weights through the package momentumnet 0.10, γ = 0.9 (where it is installed)
 
-First the largest batch that trains under the limit is found for each, then each is fine-tuned, all layers of it, with that batch:
-accuracy over seconds of training. The limit is set on PyTorch's allocator; the CUDA context comes on top. The rate is
-proportional to the batch.
+First the largest batch with which three steps fit under the limit is found for each, then each is fine-tuned, all layers of it, with
+that batch, or, where the memory does not last, with the next smaller one: accuracy over seconds of training. The limit is set on
+PyTorch's allocator; the CUDA context comes on top. The rate is proportional to the batch.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ def units(config: Config) -> list[Key]:
     return found + [{"phase": "train", "net": net, "seed": s} for s in range(config.repeats) for net in ways(config)]
 
 
+def needs(config: Config, unit: Key) -> list[Key]:
+    """The batch to train with must be found."""
+    return [{"phase": "largest", "net": unit["net"]}] if unit["phase"] == "train" else []
+
+
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     if unit["net"] == "reference" and find_spec("momentumnet") is None:
         raise ExperimentError(
@@ -113,10 +118,23 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
             raise ExperimentError(
                 f"{path} is missing, though its unit is finished. Delete that line, or use another folder."
             )
-        batch = json.loads(path.read_text())
-        if not batch:
-            return {"batch": 0, "reserved": None, "seconds": [], "accuracy": []}
+        for batch in range(json.loads(path.read_text()), 0, -1):
+            done = _if_it_fits(config, unit, batch, context)
+            if done is not None:
+                return done
+        return {"batch": 0, "reserved": None, "seconds": [], "accuracy": []}
+
+
+def _if_it_fits(config: Config, unit: Key, batch: int, context: Context) -> dict[str, Any] | None:
+    """None if the memory does not last after all: what fits three steps may not fit many, whose blocks of memory are cut up."""
+    try:
         return _finetuned(config, unit, batch, context)
+    except torch.OutOfMemoryError:
+        context.progress.step(f"batch {batch} does not fit for long")
+    context.checkpoint.delete()
+    _release(context.device)
+    torch.cuda.reset_peak_memory_stats(context.device)
+    return None
 
 
 @contextmanager
@@ -125,14 +143,15 @@ def limited(gigabytes: float, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    total = torch.cuda.get_device_properties(device).total_memory
+    index = torch.cuda.current_device() if device.index is None else device.index  # a fraction is set by index alone
+    total = torch.cuda.get_device_properties(index).total_memory
     _release(device)
     torch.cuda.reset_peak_memory_stats(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
         _release(device)
 
 
@@ -191,6 +210,7 @@ def _fits(config: Config, net: str, batch: int, device: torch.device) -> bool:
     try:
         learner = Learner(network(config, net, 2, 0).to(device), _recipe(config, batch), steps=1)
         x = torch.randn(batch, 3, config.size, config.size, device=device).to(memory_format=torch.channels_last)
+        calibrate(learner.net, x)
         for _ in range(3):
             learner.step(x, torch.zeros(batch, dtype=torch.int64, device=device))
         torch.cuda.synchronize(device)
@@ -199,9 +219,20 @@ def _fits(config: Config, net: str, batch: int, device: torch.device) -> bool:
         return False
 
 
+@torch.no_grad()
+def calibrate(net: nn.Module, x: Tensor) -> None:
+    """Let a momentum network find its fixed-point ranges on two images: the pass that finds them runs on 64-bit integers, and takes
+    more memory than a step of training. As in training, but for BatchNorm's statistics, which are left as they are."""
+    kept = [(buffer, buffer.clone()) for buffer in net.buffers()]
+    net.train()
+    net(x[:2])
+    for buffer, value in kept:
+        buffer.copy_(value)
+
+
 def _finetuned(config: Config, unit: Key, batch: int, context: Context) -> dict[str, Any]:
     images = small(config)
-    source = Resident(images, batch, seed=unit["seed"], device=context.device, test_batch=min(batch, 16), home="cpu")
+    source = Resident(images, batch, seed=unit["seed"], device=context.device, test_batch=2, home="cpu")
     net = network(config, unit["net"], source.classes, unit["seed"]).to(context.device)
     learner = Learner(net, _recipe(config, batch), source.steps)
     curve: dict[str, list[float]] = {
@@ -220,8 +251,9 @@ def _finetuned(config: Config, unit: Key, batch: int, context: Context) -> dict[
         start = _now(context.device)
         for x, y in source.epoch(epoch):
             wanted = risen(config, learner.done, source.steps)
-            if unit["net"] == "momentum" and wanted != gamma:
+            if unit["net"] == "momentum" and (wanted != gamma or not learner.done):
                 set_gamma(net, gamma := wanted)
+                calibrate(net, x)
             learner.step(x, y)
             context.progress.step()
         curve["seconds"].append(curve["seconds"][-1] + _now(context.device) - start)
@@ -294,8 +326,16 @@ def _split(records: list[Record]) -> tuple[dict[str, int], dict[str, list[Record
 
 
 def figure(config: Config, records: list[Record]) -> Any:
-    picture, axis = canvas(6.4, 4)
-    _, runs = _split(records)
+    picture, (left, axis) = canvas(9, 4, 1, 2, width_ratios=(1, 1.6))
+    largest, runs = _split(records)
+    shown = [net for net in WAYS if net in largest]
+    bars = left.barh(
+        range(len(shown)), [largest[net] for net in shown], color=[COLOURS[net] for net in shown], height=0.6
+    )
+    left.bar_label(bars, padding=2)
+    left.set_yticks(range(len(shown)), [NAMES[net].replace(", ", ",\n") for net in shown], fontsize=8)
+    left.invert_yaxis()
+    left.set(xlabel="images", title=f"largest batch in {config.limit_gb:g} GB")
     for net, found in runs.items():
         for record in found:
             axis.plot(record["seconds"], record["accuracy"], color=COLOURS[net], alpha=0.25, linewidth=1)
@@ -306,12 +346,13 @@ def figure(config: Config, records: list[Record]) -> Any:
             seconds, accuracy, "o-", color=COLOURS[net], label=f"{NAMES[net]}, batch {found[0]['batch']}", markersize=4
         )
     axis.set(
-        xlabel="seconds of training",
-        ylabel="test accuracy, %",
-        title=f"{config.data} at {config.size}×{config.size}, {config.limit_gb:g} GB",
+        xlabel="seconds of training", ylabel="test accuracy, %", title=f"{config.data} at {config.size}×{config.size}"
     )
     if runs:
         axis.legend(fontsize=8, loc="lower right")
+    else:
+        axis.text(0.5, 0.5, "training: not run", ha="center", va="center", transform=axis.transAxes, color="#6b7280")
+        axis.set(xticks=[], yticks=[])
     return picture
 
 

@@ -55,8 +55,8 @@ class Config:
     @classmethod
     def default(cls) -> Config:
         return cls(
-            model="resnet34", memory="store", epochs=10, refit=2, batch=512, rate=0.4, schedule="onecycle", refit_rate=0.02,
-            amp="bf16",
+            model="resnet34", gammas=(0.0, 0.25, 0.5, 0.75, 0.9, 1.0), memory="store", epochs=8, refit=3, batch=256, rate=0.2,
+            schedule="onecycle", refit_rate=0.02, amp="bf16",
         )  # fmt: skip
 
     @classmethod
@@ -88,6 +88,12 @@ def units(config: Config) -> list[Key]:
     return found
 
 
+def needs(config: Config, unit: Key) -> list[Key]:
+    """The network that is tested must be trained."""
+    own = {"train": unit["train"], "test": unit["train"], "seed": unit["seed"]}
+    return [] if own == unit else [own]
+
+
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     seed, path = unit["seed"], context.folder / "weights" / f"{unit['train']:g}-{unit['seed']}.pt"
     source = Resident(small_set(config.data), config.batch, seed=seed, device=context.device, limit=config.limit)
@@ -99,7 +105,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     if unit["train"] == unit["test"]:
         _, curve = trained(net, _recipe(config, "trained"), source, context)
         if unit["train"] in ends(config):
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             keep_weights(net, path)
         return {"accuracy": curve["accuracy"][-1]}
     return _tested(config, net, kept_weights(path), source, context)

@@ -180,6 +180,7 @@ def figure(config: Config, records: list[Record]) -> Any:
             clip_on=False,
         )
     left.set(xlabel="depth", ylabel="test cost above the least", yscale="log", title="After training")
+    left.set_xticks(config.depths)
     left.grid(alpha=0.25, which="major")
     left.legend()
     both = _pairs(config, records)
@@ -231,8 +232,12 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
             )
             for key in others
         }
-        above = sum(r["loss"] is None or r["loss"] > worst.get((r["depth"], r["seed"]), 0) for r in rev)
+        below = [
+            str(r["depth"]) for r in rev if r["loss"] is not None and r["loss"] <= worst.get((r["depth"], r["seed"]), 0)
+        ]
+        above = len(rev) - len(below)
         gone = [str(r["depth"]) for r in rev if r["loss"] is None]
-        text = f"{above} of {len(rev)}" + (f"; diverged at L = {', '.join(gone)}" if gone else "")
+        text = f"{above} of {len(rev)}" + (f"; not at L = {', '.join(below)}" if below else "")
+        text += f"; diverged at L = {', '.join(gone)}" if gone else ""
         found.append(Finding("RevNet above both", text, "every depth", above == len(rev)))
     return found

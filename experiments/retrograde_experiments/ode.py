@@ -68,6 +68,7 @@ class Config:
             epochs=12,
             batch=256,
             schedule="onecycle",
+            repeats=5,
         )
 
     @classmethod
@@ -79,8 +80,10 @@ class Config:
 
     def setting(self) -> str:
         smaller = "" if self == Config.paper() else " The paper: 120 epochs, rate 0.1, ÷10 at 60."
+        part = f" (its first {self.limit:,} training images)" if self.limit else ""
         return (
-            f"{self.data}, {self.blocks} blocks of horizon 1 ({self.solver}, {self.steps} step(s) each, {self.gradient} gradient), "
+            f"{self.data}{part}, {self.blocks} blocks of horizon 1 ({self.solver}, "
+            f"{self.steps} step(s) each, {self.gradient} gradient), "
             f"ε = {self.eps:g}, v₀ = {'f(x₀)' if self.velocity == 'first' else '0'}, {self.epochs} epochs of batch {self.batch}, "
             f"SGD 0.9, rate {self.rate:g} ({self.schedule}), {self.repeats} seeds.{smaller}"
         )

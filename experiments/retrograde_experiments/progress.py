@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+PAUSE = 10.0  # seconds between two lines of a unit
 REDRAW = 0.2  # seconds; a thread of its own would take time from small networks
 
 
@@ -40,6 +41,30 @@ class Quiet:
     def steps(self, total: int, done: int = 0) -> None: ...
     def step(self, note: str = "") -> None: ...
     def finished(self) -> None: ...
+
+
+class Lines:
+    """A line every few seconds, for logs."""
+
+    def __init__(self) -> None:
+        self.name, self.begun, self.said = "", time.monotonic(), 0.0
+
+    def planned(self, units: int, done: int) -> None:
+        print(f"{done} of {units} units are done", flush=True)
+
+    def unit(self, name: str) -> None:
+        self.name, self.begun, self.said = name, time.monotonic(), 0.0
+
+    def steps(self, total: int, done: int = 0) -> None: ...
+
+    def step(self, note: str = "") -> None:
+        now = time.monotonic()
+        if note and now - self.said > PAUSE:
+            self.said = now
+            print(f"{self.name}: {note} ({now - self.begun:.0f} s)", flush=True)
+
+    def finished(self) -> None:
+        print(f"a unit is finished ({time.monotonic() - self.begun:.0f} s)", flush=True)
 
 
 class Shown:

@@ -1,15 +1,18 @@
 """One run of one experiment: its units one after the other, each a line of metrics, then the figure from the metrics.
 
-Killed at any moment and started again with the same command, it goes on where it was and ends with the same metrics.
+Killed at any moment and started again with the same command, it goes on where it was and ends with the same metrics. Units may
+also run several at a time, in processes that share the device (`jobs`): small networks keep a GPU busy for a fraction of the time.
 """
 
 from __future__ import annotations
 
 import datetime
 import io
+import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,7 @@ from .config import from_json, to_json
 from .errors import ExperimentError
 from .hardware import hardware
 from .metrics import Key, Metrics, Record, named, read_config, read_metrics, write_atomic, writing
-from .progress import Progress
+from .progress import Lines, Progress
 from .style import styled
 
 if TYPE_CHECKING:
@@ -52,7 +55,8 @@ class Context:
 
 def reproduce(
     name: str, config: Any, out: Path, progress: Progress, *,
-    device: str = "cpu", preset: str = "", command: str = "", every: float | None = None,
+    device: str = "cpu", preset: str = "", command: str = "", every: float | None = None, jobs: int = 1,
+    only: Mapping[str, str] | None = None, seconds: float | None = None,
 ) -> list[Record]:  # fmt: skip
     """Run an experiment to its end, or on to its end, and draw its figure.
 
@@ -64,6 +68,9 @@ def reproduce(
         device: where to compute.
         preset, command: kept in `config.json` for the report.
         every: seconds between checkpoints of a unit; None for the environment's RETROGRADE_CHECKPOINT_SECONDS, or 20.
+        jobs: units at a time, each in a process of its own. What is measured must not be time, nor all of a device's memory.
+        only: units whose key has these values, and no others.
+        seconds: begin no unit after so long.
 
     Raises:
         ExperimentError: with what to do. What was finished before is untouched.
@@ -75,22 +82,97 @@ def reproduce(
         "experiment": name, "device": where.type, "preset": preset, "command": command, "config": to_json(config),
     }  # fmt: skip
     units = experiment.units(config)
+    chosen = [unit for unit in units if all(str(unit.get(key)) == value for key, value in (only or {}).items())]
+    if not chosen:
+        raise ExperimentError(f"no unit has {dict(only or {})}. One of the {len(units)} there are: {named(units[0])}.")
+    begun = time.perf_counter()
     with Metrics.open(out, header) as metrics:
         done = metrics.done()
-        todo = [unit for unit in units if named(unit) not in done]
-        progress.planned(len(units), len(units) - len(todo))
-        checkpoints = {named(unit): _checkpoint(out, unit, every) for unit in units}
-        for finished in done & checkpoints.keys():
-            checkpoints[finished].delete()  # killed between the line and this
-        for unit in todo:
-            progress.unit(named(unit))
-            start, checkpoint = time.perf_counter(), checkpoints[named(unit)]
-            values = experiment.measure(config, unit, Context(where, progress, checkpoint, out))
-            metrics.add(Record(unit, values, _when_and_where(device, time.perf_counter() - start)))
-            checkpoint.delete()
+        todo = [unit for unit in chosen if named(unit) not in done]
+        progress.planned(len(chosen), len(chosen) - len(todo))
+        for unit in units:
+            if named(unit) in done:
+                _checkpoint(out, unit, every).delete()  # killed between the line and this
+
+        def late() -> bool:
+            return seconds is not None and time.perf_counter() - begun > seconds
+
+        def keep(unit: Key, values: dict[str, Any], took: float) -> None:
+            metrics.add(Record(unit, values, _when_and_where(device, took)))
+            _checkpoint(out, unit, every).delete()
             progress.finished()
+
+        task = _Task(name, to_json(config), str(out), device, every)
+        if jobs > 1:
+            _side_by_side(task, experiment, config, todo, jobs, late, keep, progress)
+        else:
+            for unit in todo:
+                if not late():
+                    progress.unit(named(unit))
+                    keep(unit, *task.work(unit, progress))
     draw(out)
     return read_metrics(out)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a process must know to do a unit."""
+
+    name: str
+    config: dict[str, Any]
+    out: str
+    device: str
+    every: float | None
+
+    def work(self, unit: Key, progress: Progress) -> tuple[dict[str, Any], float]:
+        """The values of a unit, and the seconds it took."""
+        from .registry import load
+
+        experiment, out = load(self.name), Path(self.out)
+        context = Context(available(self.device), progress, _checkpoint(out, unit, self.every), out)
+        start = time.perf_counter()
+        values = experiment.measure(from_json(experiment.Config, self.config), unit, context)
+        return values, time.perf_counter() - start
+
+    def alone(self, unit: Key) -> tuple[dict[str, Any], float]:
+        """`work` in a process of a pool."""
+        torch.set_num_threads(1)
+        progress = Lines()
+        progress.unit(named(unit))
+        return self.work(unit, progress)
+
+
+def _side_by_side(
+    task: _Task, experiment: Experiment, config: Any, todo: list[Key], jobs: int, late: Callable[[], bool],
+    keep: Callable[[Key, dict[str, Any], float], None], progress: Progress,
+) -> None:  # fmt: skip
+    """The units in a pool of processes, each once those it `needs` are finished. One that fails does not stop the others."""
+    needs: Callable[[Any, Key], list[Key]] = getattr(experiment, "needs", lambda config, unit: [])
+    unfinished, waiting = {named(unit) for unit in todo}, list(todo)
+    running: dict[Future[tuple[dict[str, Any], float]], Key] = {}
+    failed: list[tuple[Key, BaseException]] = []
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:  # CUDA does not survive a fork
+        while True:
+            free = [u for u in waiting if not unfinished & {named(needed) for needed in needs(config, u)}]
+            for unit in free[: jobs - len(running)]:
+                if not late():
+                    progress.unit(named(unit))
+                    waiting.remove(unit)
+                    running[pool.submit(task.alone, unit)] = unit
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                unit, error = running.pop(future), future.exception()
+                if error is None:
+                    unfinished.remove(named(unit))
+                    keep(unit, *future.result())
+                else:
+                    failed.append((unit, error))
+    if failed:
+        told = "; ".join(f"{named(unit)}: {type(error).__name__}: {error}" for unit, error in failed)
+        raise ExperimentError(f"{len(failed)} of {len(todo)} units failed. {told}") from failed[0][1]
 
 
 def draw(out: Path) -> Path:

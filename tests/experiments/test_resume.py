@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from retrograde.nets.resnet import thin_resnet
 from retrograde_experiments import dynamics, lista, rings
 from retrograde_experiments.checkpoint import Checkpoint, restore, state_of
 from retrograde_experiments.progress import Quiet
@@ -141,4 +142,28 @@ def test_the_range_is_part_of_the_state() -> None:
     assert torch.equal(fresh(x), expected)
     anew = rg.MomentumNet([nn.Linear(3, 3) for _ in range(4)], memory="store").train()
     anew.load_state_dict(net.state_dict())
+    assert not torch.equal(anew(x), expected)
+
+
+def test_the_range_of_a_momentum_stage_is_part_of_the_state() -> None:
+    """A stage keeps its network out of the module tree; its range must be found all the same."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return thin_resnet(14, gamma=0.9, memory="store").train()
+
+    net, x = made(), torch.randn(2, 3, 8, 8)
+    for factor in (1024, 1 / 1024):  # a pass with large activations
+        with torch.no_grad():
+            net.get_parameter("bn1.weight").mul_(factor)
+        if factor > 1:
+            net(x)
+    state = state_of(net)
+    assert sorted(state["ranges"]) == ["layer1", "layer2", "layer3"]
+    expected = net(x)
+    fresh = made()
+    restore(fresh, state)
+    assert torch.equal(fresh(x), expected)
+    anew = made()
+    anew.load_state_dict(state["parameters"])
     assert not torch.equal(anew(x), expected)
