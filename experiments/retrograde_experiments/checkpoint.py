@@ -76,6 +76,8 @@ class Checkpoint:
 
 def state_of(net: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and fixed-point ranges, for `save`."""
+    for _, held in _ranges(net):
+        held.later.settle()  # on an accelerator the last passes may not have been looked at yet
     ranges = {
         name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
         for name, held in _ranges(net)
