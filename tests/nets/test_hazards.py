@@ -311,3 +311,43 @@ def test_a_replay_from_a_kept_input_stops_at_the_last_tensor_it_is_run_for() -> 
         loss.backward()
         assert [count.runs for count in counts] == [runs] * 3
         assert torch.equal(torch.get_rng_state(), before)  # wherever the replay stopped
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_evaluation_before_training_has_a_range_of_its_own(converted: bool) -> None:
+    """Lightning's sanity check, say: running statistics that are far off make other activations than training."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(8)]
+    for block in blocks:
+        block[1].running_var.fill_(1e4)  # type: ignore[union-attr, operator]
+    net = rg.MomentumNet(blocks, memory="reverse")
+    model: nn.Module = net
+    if converted:
+        model = nn.Sequential(*[Sum(block) for block in blocks])
+        rg.convert(model, stages=["*"], form="block", memory="reverse")
+    x = torch.randn(16, 8)
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()(x).square().mean().backward()
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()(x).square().mean().backward()
+
+
+class Sum(nn.Module):
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+def test_the_first_pass_takes_no_more_memory_than_later_ones() -> None:
+    """It surveys the network for its range, in floats."""
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(8)]
+    net, x = rg.MomentumNet(blocks, memory="reverse"), torch.randn(8, 16, 32, 32)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    first, second = (peak_memory(lambda: net(x).sum(), lambda loss: loss.backward()).peak for _ in range(2))
+    assert first <= second * 1.02

@@ -183,6 +183,8 @@ def own_ranges(net: nn.Module) -> Iterator[None]:
     """Evaluation finds ranges of its own: BatchNorm's statistics lag behind early in training, and with them activations are others."""
     kept = ranges(net)
     set_ranges(net, {})
+    for _, found in momentum_nets(net):
+        found.range.of(False).fixed = {}  # an evaluation does not depend on those before it
     try:
         yield
         ranges(net)  # look at the last passes while their ranges are in place

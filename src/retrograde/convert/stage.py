@@ -120,8 +120,9 @@ _IDENTITIES = {
 
 
 class Pass(Forward):
-    """A pass through a stage. `learns`: the range was not known when it began."""
+    """A pass through a stage. `range`: of its mode; `learns`: it was not known when the pass began."""
 
+    range: Range
     learns = False
 
 
@@ -230,7 +231,7 @@ class Stage:
             if self.recorder is not None:
                 self.recorder.end(track, k, x1)
         except RangeOverflow as error:
-            self.range.overflowed()
+            self.range.of(own.block.training).overflowed()
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
             x1 = x1 if self.dry and x.device.type == "cpu" else run.finish()
@@ -270,18 +271,19 @@ class Stage:
             if self.settings.velocity == "first":
                 run.launch(own, extra, self.recurrence.residual)
             return run
-        fixed = None if self.surveying else self.range.current(x)
+        held = self.range.of(own.block.training)
+        fixed = None if self.surveying else held.current(x)
         run = Pass(
             x,
             self.recurrence,
-            fixed or wide(x, self.recurrence),
+            None if self.surveying else fixed or wide(x, self.recurrence),
             verify=self.settings.verify,
             overflow=self.settings.overflow,
             memo=self.memo,
             later=self.range.later,
             **({"mode": "store"} if self.surveying else plan.arguments),
         )
-        run.learns = fixed is None
+        run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
             run.launch(own, extra, self.recurrence.residual)
         return run
@@ -319,9 +321,10 @@ class Stage:
         """Take note of the largest values of a pass."""
         if self.dry:
             return
-        self.range.seen(run.state)
+        if not self.surveying:
+            run.range.seen(run.state)
         if run.learns:
-            self.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
+            run.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
 
     def _recurrence(self, gamma: Any) -> Recurrence:
         return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block", self.range.narrow)

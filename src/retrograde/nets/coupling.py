@@ -93,7 +93,7 @@ class CouplingNet(nn.Module):
     @property
     def fraction_bits(self) -> int | str:
         """The fraction bits in use, or "auto" before the first pass."""
-        fixed = next(iter(self.range.fixed.values()), None)
+        fixed = next(iter((self.range.of(self.training).fixed or self.range.fixed).values()), None)
         return self.range.setting if fixed is None else fixed.bits
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -137,16 +137,16 @@ class CouplingNet(nn.Module):
     @torch.compiler.disable
     def _run(self, x0: Tensor, extra: Extra) -> Coupled:
         """One forward pass."""
-        fixed = self.range.for_input(x0, self.scheme.most_guard, lambda: self._survey(x0, extra))
+        fixed = self.range.of(self.training).for_input(x0, self.scheme.most_guard, lambda: self._survey(x0, extra))
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory
         try:
             run = self._steps(
                 x0, extra, fixed, mode=mode, verify=self.verify, overflow=self.overflow, later=self.range.later
             )
         except RangeOverflow:
-            self.range.overflowed()
+            self.range.of(self.training).overflowed()
             raise
-        self.range.seen(run.state)  # type: ignore[arg-type] # it has all that is looked at
+        self.range.of(self.training).seen(run.state)  # type: ignore[arg-type] # it has all that is looked at
         return run
 
     def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Coupled:

@@ -23,7 +23,7 @@ from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.rational import as_ratios
-from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard, wide
+from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
 from ..stack.momentum import Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
@@ -153,7 +153,7 @@ class MomentumNet(nn.Module):
     @property
     def fraction_bits(self) -> int | str:
         """The fraction bits in use, or "auto" before the first pass."""
-        fixed = next(iter(self.range.fixed.values()), None)
+        fixed = next(iter((self.range.of(self.training).fixed or self.range.fixed).values()), None)
         return self.range.setting if fixed is None else fixed.bits
 
     @torch.compiler.disable  # the pass itself is not for the compiler; compiled blocks are
@@ -240,19 +240,19 @@ class MomentumNet(nn.Module):
         try:
             run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
         except RangeOverflow:
-            self.range.overflowed()
+            self.range.of(self.training).overflowed()
             if self.training or self.range.setting != "auto" or several_processes():  # others run their blocks once
                 raise
             run = self._steps(
                 x0, extra, self._fixed(x0, extra), **settings
             )  # in eval mode nothing has been touched yet
-        self.range.seen(run.state)
+        self.range.of(self.training).seen(run.state)
         return run
 
     def _fixed(self, x0: Tensor, extra: Extra) -> FixedPoint:
-        return self.range.for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
+        return self.range.of(self.training).for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
 
-    def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint, **settings: Any) -> Forward:
+    def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint | None, **settings: Any) -> Forward:
         run = Forward(x0, self.recurrence, fixed, memo=self.memo, **settings)
         launch = self._launch(extra)
         if launch is not None:
@@ -302,8 +302,7 @@ class MomentumNet(nn.Module):
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
-        """The largest |x| and |v| of a pass, in a range 2^45 times as wide as the input, leaving no trace."""
-        fixed = wide(x0, self.recurrence)
+        """The largest |x| and |v| of a pass, leaving no trace."""
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
@@ -315,10 +314,10 @@ class MomentumNet(nn.Module):
                     _itself, _itself
                 ),  # a checkpoint around the network is not to count what is saved here
             ):
-                run = self._steps(x0, extra, fixed, mode="store", overflow=self.overflow)
+                run = self._steps(x0, extra, None, mode="store", overflow=self.overflow)
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return peaks(run.state.watch, fixed)
+        return peaks(run.state.watch, run.state.fixed)
 
     def _launch(self, extra: Extra) -> tuple[Any, Extra, bool] | None:
         """What makes v₀, its extra inputs, and whether it returns x₀ + v₀."""

@@ -78,9 +78,12 @@ def narrow(state_bits: Any) -> bool:
 
 
 class Range:
-    """The fixed point in use, by the integer dtype it is for."""
+    """The fixed point in use, by the integer dtype it is for.
 
-    def __init__(self, setting: Any, narrow: bool = False) -> None:
+    `other` is for evaluation: normalisation by running statistics, which lag behind, makes other activations than training does.
+    """
+
+    def __init__(self, setting: Any, narrow: bool = False, other: bool = False) -> None:
         if setting != "auto" and (
             isinstance(setting, bool) or not isinstance(setting, Integral) or not -64 <= int(setting) <= 96
         ):
@@ -89,6 +92,14 @@ class Range:
         self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
+        self.other: Range | None = None
+        if not other:
+            self.other = Range(setting, narrow, other=True)
+            self.other.later = self.later
+
+    def of(self, training: bool) -> Range:
+        """The range of passes in this mode."""
+        return self if training or self.other is None else self.other
 
     def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
         """The fixed point for this pass. Raises here what an earlier pass on an accelerator turns out to have met.

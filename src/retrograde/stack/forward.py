@@ -27,6 +27,7 @@ from .graph import Enter, Launch, Leave, Step, applied
 from .later import Later
 from .momentum import Momentum, Recurrence
 from .proof import Ledger, Noted, Proven
+from .rough import Rough
 
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
@@ -36,6 +37,7 @@ class Forward:
     """A pass in progress. `x` is the next block's input.
 
     Args:
+        fixed: None: in floats, without gradients, for the largest values alone.
         mode: how the first blocks are remembered.
         kept_from: blocks from this one on keep their input, as in mode "checkpoint"; None: as `mode` says.
         stored_from: blocks from this one on keep their tensors, as in mode "store".
@@ -45,7 +47,7 @@ class Forward:
     """
 
     def __init__(
-        self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint, *,
+        self, x0: Tensor, recurrence: Recurrence, fixed: FixedPoint | None, *,
         mode: str, verify: str = "off", overflow: str = "raise", reversible: bool = False,
         kept_from: int | None = None, stored_from: int | None = None, memo: Memo | None = None, later: Later | None = None,
         look: Look | None = None,
@@ -57,7 +59,10 @@ class Forward:
             self.stored_from = -1
         self.kept_from = -1 if mode == "checkpoint" else self.stored_from if kept_from is None else kept_from
         reversible |= self.tracked and mode == "reverse"
-        self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
+        if fixed is None:
+            self.state: Momentum = Rough(x0, recurrence, overflow)
+        else:
+            self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
         self.later = Later() if later is None else later
         self.tape, self.like, self.take = Proven(self.state, verify, self.later), Like(x0), applied(Step)
         self.ledger: Ledger | None = None

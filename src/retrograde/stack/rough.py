@@ -1,0 +1,52 @@
+"""The recurrence in floats, forwards only: for the largest values of a pass of which nothing is known yet.
+
+It is run once, before the first pass; on 64-bit integers, which could hold anything as well, that pass would take twice the memory
+of all later ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.fixedpoint import FixedPoint, integer_dtype
+from .momentum import Momentum, Recurrence
+
+
+class Rough(Momentum):
+    """x and v as floats."""
+
+    def __init__(self, x0: Tensor, recurrence: Recurrence, overflow: str) -> None:
+        super().__init__(
+            x0, recurrence, FixedPoint(0, integer_dtype(x0.dtype)), reversible=False, overflow=overflow
+        )  # fmt: skip
+        self.limits = (torch.finfo(self.fixed.work).max, torch.finfo(x0.dtype).max)
+
+    def read(self) -> Tensor:
+        return self._float().copy_(self.x)
+
+    def read_velocity(self) -> Tensor:
+        return self._float().copy_(self.v)
+
+    def advance(self, k: int, y: Tensor) -> Tensor:
+        _, _, gamma, factor = self.recurrence.factors[k]
+        f = y.detach().to(self.fixed.work)
+        if self.recurrence.residual:
+            f = f - self.read().to(self.fixed.work)
+        self.v.mul_(gamma).add_(f, alpha=factor)
+        self.x.add_(self.v)
+        self.rows[k + 1].copy_(torch.stack([_largest(self.v), _largest(self.x)]))
+        self._check(k + 1)
+        return self.read()
+
+    def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
+        self.rows[0][int(not velocity)] = _largest(x.detach()).float()
+        return torch.empty_like(x, dtype=self.fixed.work).copy_(x.detach())
+
+
+def _largest(t: Tensor) -> Tensor:
+    """The largest magnitude; NaN if there is any."""
+    if not t.numel():
+        return t.new_zeros(())
+    low, high = torch.aminmax(t)
+    return torch.maximum(-low, high)
