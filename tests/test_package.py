@@ -103,3 +103,9 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
         [str(tmp_path / "clean" / "bin" / "retrograde")], capture_output=True, text=True, env=environment
     )
     assert "retrograde[experiments]" in cli.stderr + cli.stdout
+
+
+def test_importing_it_does_not_import_the_compiler() -> None:
+    """torch._dynamo takes ten times as long to import as all of this package."""
+    code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import retrograde; sys.exit(not before and 'torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Extra
+from ..stack.uncompiled import uncompiled
 from .stage import Own, Spare, Stage
 
 PLACE = "_retrograde_place"
@@ -36,7 +37,7 @@ class Converted:
 
     _retrograde_class: type[nn.Module]
 
-    @torch.compiler.disable  # the step is not for the compiler; what the block calls may be compiled
+    @uncompiled  # the step is not for the compiler; what the block calls may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
         if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:

@@ -15,6 +15,7 @@ from ..core.rational import as_ratios
 from ..stack.calibrate import unheard
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
+from ..stack.uncompiled import uncompiled
 from . import block as blocks
 from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
@@ -209,7 +210,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     _arrange(model, args, kwargs)
 
 
-@torch.compiler.disable
+@uncompiled
 def _arrange(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arrangement: Arrangement | None = model.__dict__.get(ARRANGED)
     if arrangement is not None:

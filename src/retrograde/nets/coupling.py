@@ -25,6 +25,7 @@ from ..stack.coupling import Coupling, Scheme
 from ..stack.forward import Like
 from ..stack.planner import MODES
 from ..stack.proof import CHOICES as VERIFY
+from ..stack.uncompiled import uncompiled
 from .inputs import check_input, choice, modules
 
 _SURVEY = FixedPoint(20, torch.int64)  # wide enough for any activations: |x| to 4e12, in steps of 1e-6
@@ -134,7 +135,7 @@ class CouplingNet(nn.Module):
             )
         return held.both()
 
-    @torch.compiler.disable
+    @uncompiled
     def _run(self, x0: Tensor, extra: Extra) -> Coupled:
         """One forward pass."""
         fixed = self.range.of(self.training).for_input(x0, self.scheme.most_guard, lambda: self._survey(x0, extra))

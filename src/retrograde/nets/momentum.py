@@ -30,6 +30,7 @@ from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.residual import grouped, residual
 from ..stack.timeline import Track
+from ..stack.uncompiled import uncompiled
 from .budget import Planner, simulated
 
 Gamma = float | Iterable[float]
@@ -156,7 +157,7 @@ class MomentumNet(nn.Module):
         fixed = next(iter((self.range.of(self.training).fixed or self.range.fixed).values()), None)
         return self.range.setting if fixed is None else fixed.bits
 
-    @torch.compiler.disable  # the pass itself is not for the compiler; compiled blocks are
+    @uncompiled  # the pass itself is not for the compiler; compiled blocks are
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
         _check_input(x)
