@@ -80,7 +80,8 @@ def narrow(state_bits: Any) -> bool:
 class Range:
     """The fixed point in use, by the integer dtype it is for.
 
-    `other` is for evaluation: normalisation by running statistics, which lag behind, makes other activations than training does.
+    `other` is for evaluation, and begins as what training has found, if anything: normalisation by running statistics, which lag
+    behind, makes other activations than training does.
     """
 
     def __init__(self, setting: Any, narrow: bool = False, other: bool = False) -> None:
@@ -92,6 +93,7 @@ class Range:
         self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
+        self.begun = False
         self.other: Range | None = None
         if not other:
             self.other = Range(setting, narrow, other=True)
@@ -99,7 +101,11 @@ class Range:
 
     def of(self, training: bool) -> Range:
         """The range of passes in this mode."""
-        return self if training or self.other is None else self.other
+        if training or self.other is None:
+            return self
+        if self.fixed and not self.other.begun:
+            self.other.fixed, self.other.begun = dict(self.fixed), True
+        return self.other
 
     def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
         """The fixed point for this pass. Raises here what an earlier pass on an accelerator turns out to have met.
@@ -129,6 +135,7 @@ class Range:
         """The fixed point for inputs of this dtype, now that the largest values of a pass are known."""
         dtype = integer_dtype(dtype, self.narrow)
         fixed = self.fixed[dtype] = calibrated(peak_x, peak_v, dtype, most_guard)
+        self.begun = True
         return fixed
 
     def seen(self, state: Momentum) -> None:
