@@ -140,3 +140,21 @@ def test_16_bit_state_far_out_of_range_is_rewound_all_the_same(form: str) -> Non
     y = net(x)
     assert y.isnan().all()
     y.sum().backward()
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_optimizer_in_backward_of_the_plain_network(converted: bool) -> None:
+    """Seed 8121: γ = 0, where inputs are kept."""
+    net: nn.Module = rg.MomentumNet([Mlp(), Late(True), Mlp()], gamma=0, memory="checkpoint")
+    if converted:
+        net = rg.convert(nn.Sequential(*[Late(True) for _ in range(4)]), stages=["*"], gamma=0, memory="checkpoint")
+
+    @torch.no_grad()
+    def update(p: Tensor) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    net(torch.randn(3, 8)).square().sum().backward()

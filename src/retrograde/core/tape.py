@@ -183,6 +183,9 @@ class Frame:
             self.source.note(self.call, fresh, y)
             if look is not None:
                 look(fresh)
+            if any(p._post_accumulate_grad_hooks for p in self.call.parts.parameters) and y.requires_grad:
+                self.eager = True  # the output may be a view of a parameter
+                y.register_hook(self.prepare)
             return y
         finally:
             fresh.clear()

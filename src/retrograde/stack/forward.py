@@ -127,9 +127,6 @@ class Forward:
         call = self.tape.calls[k] = Call(block, extra, name, verified=verified, memo=self.memo)
         frame = Frame(call, self._kept(x.detach(), k) if kept else self.tape, k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, frame)), name)
-        if y.requires_grad and any(p._post_accumulate_grad_hooks for p in call.parts.parameters):
-            frame.eager = True  # the output may be a view of a parameter
-            y.register_hook(frame.prepare)
         if self.tape.lowest is None and frame.shapes and not kept:
             self.tape.lowest = k
         if not kept:
