@@ -188,19 +188,19 @@ def _momentum(
     return assembled(setup.network, stack, (lambda head: head) if memory == "store" else head_again)
 
 
-def _converted(setup: Setup, memory: str, budget: float | None = None) -> nn.Module:
+def _converted(setup: Setup, memory: str, budget: float | str | None = None) -> nn.Module:
     """Ours by `rg.convert`: the stages of one model, planned together. Heads are checkpointed as everywhere."""
-    if budget is not None and setup.plain_peak is None:
+    if isinstance(budget, float) and setup.plain_peak is None:
         raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
     heads = (lambda head: head) if memory == "store" else head_again
     parts = partial(map, lambda block: Part(block, "forward"))  # the blocks themselves are for other methods too
     model = assembled(setup.network, lambda stage: Chain(list(parts(stage.blocks)), run), heads)
     stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
-    room = int(budget * setup.plain_peak) if budget is not None and setup.plain_peak is not None else None
+    room = int(budget * (setup.plain_peak or 0)) if isinstance(budget, float) else budget
     return rg.convert(model, gamma=setup.gamma, stages=stages, memory=memory, budget=room if memory == "auto" else None)
 
 
-def _by_convert(name: str, about: str, budget: float | None = None) -> Method:
+def _by_convert(name: str, about: str, budget: float | str) -> Method:
     return Method(
         f"ours-{name}",
         about,
@@ -208,7 +208,7 @@ def _by_convert(name: str, about: str, budget: float | None = None) -> Method:
         lambda setup, mode: _converted(setup, mode),
         "convert",
         lambda case: case.images,
-        budget=budget,
+        budget=None if isinstance(budget, str) else budget,
     )
 
 
@@ -273,7 +273,7 @@ def methods() -> list[Method]:
             _ours(f"budget-{share}", f"ours, auto, given {share} % of plain's memory", "auto", budget=share / 100, applies=_sweep)
             for share in SWEEP
         ),
-        _by_convert("convert-auto", "ours, `rg.convert`, auto: free memory is used across the stages"),
+        _by_convert("convert-free", "ours, `rg.convert`, budget='free': free memory is used across the stages", "free"),
         _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", 0.3),
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
         _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -28,9 +30,8 @@ def resnet(*blocks: int) -> nn.Module:
 
 
 def converted(model: nn.Module, example: Any = IMAGES, arranged: bool = True, **options: Any) -> nn.Module:
-    rg.convert(model, example, **options)
-    model.__dict__[ARRANGED].auto &= arranged
-    return model
+    options = {"budget": "free", **options} if arranged and options.get("memory", "auto") == "auto" else options
+    return rg.convert(model, example, **options)
 
 
 def used(model: nn.Module) -> dict[str, str]:
@@ -274,3 +275,49 @@ def test_wrong_budgets(wrong: Any) -> None:
     with pytest.raises(ValueError, match="a budget is for memory='auto'"):
         rg.convert(model, IMAGES, budget=10**6, memory="store")
     assert anatomy(model) == before
+
+
+class Kept:
+    """A plain object with a table of its own."""
+
+    table: Tensor | None = None
+
+
+@functools.lru_cache
+def ramp(n: int) -> Tensor:
+    return torch.linspace(0, 1, n)
+
+
+class Outside(nn.Module):
+    """Keeps tensors where modules do not: by lru_cache, in a plain object, in a dictionary of another kind; has a leaf of its own."""
+
+    def __init__(self, kept: Kept, leaf: Tensor) -> None:
+        super().__init__()
+        self.linear, self.kept, self.ordered, self.leaf = nn.Linear(8, 8), kept, OrderedDict[int, Tensor](), leaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept.table is None or self.kept.table.shape[0] != len(x):
+            self.kept.table = torch.ones(len(x), 1)
+        ordered = self.ordered.setdefault(len(x), torch.ones(len(x), 1))
+        return x + torch.tanh(self.linear(x)) * ramp(len(x) + 3)[3:, None] * self.kept.table * ordered * self.leaf
+
+
+@pytest.mark.parametrize("budget", [None, "free", 10**9])
+def test_tensors_kept_outside_of_modules(budget: Any) -> None:
+    """The step without values leaves nothing there, nor gradients of leaves that are no parameters."""
+    found = {}
+    for memory in ("store", "auto"):
+        torch.manual_seed(0)
+        ramp.cache_clear()
+        leaf, kept = torch.full((1,), 0.5, requires_grad=True), Kept()
+        stages = [nn.Sequential(*[Outside(kept, leaf) for _ in range(6)]) for _ in range(2)]
+        model = nn.Sequential(stages[0], nn.Linear(8, 8), stages[1])
+        rg.convert(
+            model, stages=["0", "2"], memory=memory, budget=budget if memory == "auto" else None, fraction_bits=20
+        )
+        for n in (4, 5):
+            model(torch.full((n, 8), 0.3)).square().sum().backward()
+        assert leaf.grad is not None
+        assert type(leaf.grad) is Tensor
+        found[memory] = [leaf.grad, *(p.grad for p in model.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))

@@ -5,7 +5,7 @@ little as it can, and the most memory of each interval is noted: forward and bac
 that follows what each stage may keep (`stack.timeline`):
 
     with a budget   the quickest plan whose highest point is within it
-    without         the quickest plan whose highest point is no higher than that of the leanest: stages of other sizes than the
+    "free"          the quickest plan whose highest point is no higher than that of the leanest: stages of other sizes than the
                     one that sets the peak keep inputs and tensors while it is not their turn. A stage alone stays as it is
 
 The loss is not known to the model: it is taken to need twice the model's output besides.
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..measure.dry import Meter, attention_of, device_of, dry, plain, unseen
 from ..measure.step import mean_of_squares, tensors_of
-from ..stack.planner import Plan, as_bytes, holding
+from ..stack.planner import FREE, Plan, as_bytes, holding
 from ..stack.timeline import Choice, Track, chain, free, planned, within
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def simulated(
             )
             del out
             forward = meter.mark()
-            torch.autograd.backward(scalar)
+            torch.autograd.backward(scalar, inputs=meter.leaves or None)
             usage = meter.usage(cached)
             for i in (forward - 1, forward):
                 usage[i] += spare
@@ -127,7 +127,7 @@ class Arrangement:
     """The plans of a converted model's stages, by kind of input. One for each call of `convert`; the last one has all stages."""
 
     def __init__(self, budget: Any, auto: bool) -> None:
-        self.budget, self.auto = budget, auto
+        self.budget, self.auto = None if budget == FREE else budget, auto and budget is not None
         self.number = next(_numbers)  # by which stages know it: a reference would make a circle
         self.stages: list[Stage] = []
         self.plans: dict[Hashable, dict[str, Plan]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -67,10 +66,15 @@ class Converted:
         return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
 
 
-@cache
+_compiled: dict[tuple[Any, str], Any] = {}
+
+
 def compiled(forward: Any, options: tuple[tuple[str, Any], ...]) -> Any:
     """A block class's own forward, compiled: once for all blocks that are alike."""
-    return torch.compile(forward, **dict(options))
+    key = forward, repr(options)
+    if key not in _compiled:
+        _compiled[key] = torch.compile(forward, **dict(options))
+    return _compiled[key]
 
 
 def _has_state(module: Any) -> bool:

@@ -32,7 +32,7 @@ def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "auto",
     overflow: str = "raise", state_bits: int | str = "auto", compile: bool | dict[str, Any] = False,
-    least: int = 2, budget: int | float | None = None,
+    least: int = 2, budget: int | float | str | None = None,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -56,8 +56,9 @@ def convert(
         least: the fewest blocks that make a stage.
         budget: with memory="auto", how much memory a training step of the model may take at its highest point, above
             parameters, gradients and batch: whole bytes, or a fraction of the device's memory as a float. The quickest plan within
-            it is taken: blocks keep their inputs or their tensors, and are not reversed or not run again. Without one "auto"
-            does so as far as the highest point stays where it is.
+            it is taken: blocks keep their inputs or their tensors, and are not reversed or not run again. "free": as far as the
+            highest point stays where it is without a budget. What is needed is found by a step on tensors without values before
+            the first one, which code that keeps tensors outside of modules, in global caches, should not be asked for.
 
     Returns:
         The model.
@@ -75,7 +76,7 @@ def convert(
         gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile)
     )  # fmt: skip
     check_settings(settings)
-    check_budget(budget, memory)
+    check_budget(budget, memory, stages=True)
     finding = look(model, example, stages, form, least)
     place(model, finding, settings, budget)
     return model
@@ -122,7 +123,9 @@ def look(
     return finding
 
 
-def place(model: nn.Module, finding: Finding, settings: Settings, budget: int | float | None = None) -> list[Stage]:
+def place(
+    model: nn.Module, finding: Finding, settings: Settings, budget: int | float | str | None = None
+) -> list[Stage]:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [

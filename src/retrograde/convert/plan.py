@@ -116,7 +116,7 @@ class Plan:
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    budget: int | float | None = None,
+    budget: int | float | str | None = None,
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
@@ -134,7 +134,7 @@ def plan(
     """
     settings = Settings(gamma, form or "block", None, memory)
     check_settings(settings)
-    check_budget(budget, memory)
+    check_budget(budget, memory, stages=True)
     finding = look(model, example, stages, form, least)
     ways = {
         "plain": replace(settings, gamma=0, memory="store"),
@@ -150,11 +150,10 @@ def plan(
         place(model, finding, of_way, budget if way == memory else None)
         try:
             chosen = stages_of(model)
-            if way == memory == "auto":
+            if way == memory == "auto" and budget is not None:
                 args, kwargs = as_call(example)
                 seen = simulated(model, chosen, args, kwargs, loss, autocast)
-                several = sum(not stage.checkpointed for stage in chosen) > 1
-                plans = model.__dict__[ARRANGED].chosen(*seen, model) if several or budget is not None else {}
+                plans = model.__dict__[ARRANGED].chosen(*seen, model)
                 for stage in chosen:
                     stage.planned = plans.get(stage.name)
             for stage in chosen:

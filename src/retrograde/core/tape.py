@@ -219,7 +219,11 @@ class Frame:
             saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
-        self.source.check(self.call, saved, y)
-        self.source.settle(self.k, y, self.eager)
+        try:
+            self.source.check(self.call, saved, y)
+            self.source.settle(self.k, y, self.eager)
+        except BaseException:
+            saved.clear()
+            raise
         self.saved = dict(enumerate(saved))
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

@@ -9,6 +9,8 @@ its convolutions is not.
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import logging
 import math
 import weakref
@@ -51,6 +53,7 @@ class Meter(TorchDispatchMode):
         self.alive: dict[int, weakref.ref[Any]] = {}
         self.before: set[int] = set()  # what was there before
         self.cast = 0  # bytes of parameters in another dtype made so far
+        self.leaves: list[Tensor] = []  # whose gradients are wanted: not those of leaves with values
         self.drawn = 0  # how many operators drew random numbers
         self.ended: list[tuple[int, int]] = []  # of each interval: the most bytes, and those of casts when it began
 
@@ -186,6 +189,7 @@ def dry(model: nn.Module, inputs: Any) -> Iterator[tuple[Meter, Any]]:
                 if tensor.is_leaf and tensor.requires_grad:
                     tensor.grad = torch.zeros_like(tensor)
                     meter.known(tensor.grad)
+                    meter.leaves.append(tensor)
         with meter:
             yield meter, inputs
 
@@ -196,7 +200,12 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
     numbers, and every attribute of the modules as it was (a mask made once and kept would be one without values)."""
     modules = list(modules)
     attributes = [(m.__dict__, dict(m.__dict__)) for m in modules]
-    inside = [(v, copy.copy(v)) for _, own in attributes for v in own.values() if type(v) in (dict, list, set)]
+    held = [v for _, own in attributes for v in own.values()]
+    attributes += [(v.__dict__, dict(v.__dict__)) for v in held if _own_object(v)]
+    inside = [
+        (v, copy.copy(v)) for _, own in attributes for v in list(own.values()) if isinstance(v, dict | list | set)
+    ]
+    tables = [(f, f.cache_info().misses) for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     kept = [
         (own, dict(own)) for m in modules for name in names if (own := getattr(m, name))
@@ -225,8 +234,22 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
         for values, was in inside:
             if isinstance(values, list):
                 values[:] = was
+        for table, misses in tables:
+            if table.cache_info().misses > misses:  # what was put there has no values
+                table.cache_clear()
         for generator, place in zip(generators, places, strict=True):
             generator.set_state(place)
+
+
+def _own_object(value: Any) -> bool:
+    """Whether it may hold tensors of its own."""
+    ours = type(value).__module__.startswith("retrograde.")
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+        and not ours
+    )
 
 
 def plain(tensors: Iterable[Any]) -> bool:

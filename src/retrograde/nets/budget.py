@@ -51,7 +51,7 @@ class Seen:
         self.track.backward[self.k] = self.meter.mark()
 
     def modules(self) -> Iterator[nn.Module]:
-        return self.block.modules()
+        return self.block.modules() if hasattr(self.block, "modules") else iter(())  # v₀ may be a function
 
 
 def simulated(
@@ -87,7 +87,7 @@ def simulated(
         loss = mean_of_squares(y)
         del y
         forward = meter.mark()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, inputs=meter.leaves or None)
         usage = track.placed(meter.usage(cached))
         if cached and not any(recurrence.gammas):  # the plain network's casts stay until the end of forward
             usage[: forward + 1] = [n + meter.cast for n in usage[: forward + 1]]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
@@ -143,10 +144,15 @@ class Like:
     """What a block's output must be like."""
 
     def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.shape, self.dtype, self.device, self.kind = x.shape, x.dtype, x.device, type(x)
 
     def checked(self, y: Any, name: str) -> Tensor:
         """y, if it is a tensor of this shape, dtype and device (under autocast its dtype may differ)."""
+        if isinstance(y, FakeTensor) and not issubclass(self.kind, FakeTensor):
+            raise TypeError(
+                f"{name} returned a tensor without values: it has one from the step in which memory was planned, kept outside of "
+                "its module. Keep it as a buffer, or convert without a budget."
+            )
         if isinstance(y, Tensor) and y.shape == self.shape and y.dtype == self.dtype and y.device == self.device:
             return y
         if not isinstance(y, Tensor):

@@ -116,14 +116,19 @@ def as_bytes(budget: Any, device: torch.device) -> int:
     return int(budget * total)
 
 
-def check_budget(budget: Any, memory: str) -> None:
-    """Raise unless this is a budget that this memory mode can have."""
+FREE = "free"
+"""A budget: what the leanest plan takes at its highest point; elsewhere in the step there may be room below that."""
+
+
+def check_budget(budget: Any, memory: str, stages: bool = False) -> None:
+    """Raise unless this is a budget that this memory mode can have; `stages`: of a model that may have several."""
     if budget is None:
         return
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0
-    if not whole and not (isinstance(budget, float) and 0 < budget <= 1):
+    if not whole and not (isinstance(budget, float) and 0 < budget <= 1) and not (stages and budget == FREE):
+        also = f", {FREE!r}" if stages else ""
         raise ValueError(
-            f"budget must be None, a whole number of bytes, or a fraction of the device's memory in (0, 1]; got {budget!r}."
+            f"budget must be None{also}, a whole number of bytes, or a fraction of the device's memory in (0, 1]; got {budget!r}."
         )
     if memory != "auto":
         raise ValueError(f"a budget is for memory='auto'; here memory={memory!r}. Set budget=None, or memory='auto'.")

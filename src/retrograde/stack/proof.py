@@ -259,6 +259,8 @@ def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]
         if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
             continue
         aside = t.dim() == 1 and (t.dtype == torch.uint8 or bool(call.parts.statistics))
+        # places of generators, which attention without dropout leaves undefined
+        aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
         place = t.data_ptr()
         if t.numel() and not aside and place not in known and (place, t.nbytes) not in seen:
             seen.add((place, t.nbytes))

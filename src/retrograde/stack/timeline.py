@@ -79,7 +79,8 @@ class Track:
 
     def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
         """See what block k would keep (k = −1: what makes the initial velocity)."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        dense = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
+        storages = {s._cdata: s.nbytes() for s in dense}
         sizes = [n for address, n in storages.items() if address not in self.known]
         self.saved[k], self.largest[k], self.whole[k] = sum(sizes), max(sizes, default=0), frame.ends_saved
 
