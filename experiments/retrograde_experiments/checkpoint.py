@@ -91,6 +91,7 @@ def restore(net: nn.Module, state: dict[str, Any]) -> None:
     for name, held in _ranges(net):
         dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in state["ranges"].get(name, []))
         held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
+        held.begun = bool(held.fixed)
 
 
 def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
@@ -99,3 +100,5 @@ def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
         for held in (getattr(module, "range", None), getattr(hidden, "range", None)):
             if isinstance(held, Range):
                 yield name, held
+                if held.other is not None:
+                    yield f"{name}, evaluation", held.other
