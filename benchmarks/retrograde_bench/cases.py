@@ -34,6 +34,7 @@ class Case:
         autocast: the dtype of autocast, or None for float32 (matrix products and convolutions in TF32 where there is any).
         layout: memory format of images.
         options: what else is measured: "budgets" (a sweep over budgets), "whole" (compiled as one graph).
+        share: of checkpoint's memory, that the "fitted" methods are given.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     autocast: torch.dtype | None = None
     layout: torch.memory_format = torch.contiguous_format
     options: tuple[str, ...] = ()
+    share: float = 1.0
 
     @property
     def images(self) -> bool:
@@ -60,7 +62,7 @@ def _sized(smoke: Case, **full: object) -> dict[str, Case]:
 
 
 def _transformer(
-    name: str, title: str, depth: int, small: int, batch: int, tokens: int, **rest: object
+    name: str, title: str, depth: int, small: int, batch: int, tokens: int, share: float = 0.5, **rest: object
 ) -> dict[str, Case]:
     few = min(tokens // 16, 64)
     smoke = Case(
@@ -68,8 +70,9 @@ def _transformer(
         **rest,  # type: ignore[arg-type]
     )  # fmt: skip
     return _sized(
-        smoke, title=title, network=lambda: transformer(depth, 1024, 16, tokens), shape=(tokens, 1024), batch=batch
-    )
+        smoke, title=title, network=lambda: transformer(depth, 1024, 16, tokens), shape=(tokens, 1024), batch=batch,
+        share=share,
+    )  # fmt: skip
 
 
 def _resnet152(batch: int, bf16: bool) -> dict[str, Case]:
@@ -79,7 +82,7 @@ def _resnet152(batch: int, bf16: bool) -> dict[str, Case]:
         f"resnet152-{batch}-{precision}", f"{title} (smoke: 12 blocks, 32²)", tiny_resnet, (3, 32, 32), 2 + 2 * (batch > 64),
         torch.bfloat16 if bf16 else None, torch.channels_last,
     )  # fmt: skip
-    return _sized(smoke, title=title, network=resnet152, shape=(3, 224, 224), batch=batch)
+    return _sized(smoke, title=title, network=resnet152, shape=(3, 224, 224), batch=batch, share=0.8 if bf16 else 0.7)
 
 
 _CIFAR = Case(
@@ -89,14 +92,16 @@ _CIFAR = Case(
 _BF16 = torch.bfloat16
 _ALL = (
     _transformer(
-        "transformer-L24-bf16", "transformer L24, 64×512, bf16", 24, 4, 64, 512, autocast=_BF16, options=("budgets", "whole")
+        "transformer-L24-bf16", "transformer L24, 64×512, bf16", 24, 4, 64, 512, autocast=_BF16, options=("budgets", "whole"),
+        share=0.6,
     ),
-    _transformer("transformer-L96-bf16", "transformer L96, 32×512, bf16", 96, 8, 32, 512, autocast=_BF16),
-    _transformer("transformer-L96-fp32", "transformer L96, 32×512, fp32", 96, 8, 32, 512),
+    _transformer("transformer-L96-bf16", "transformer L96, 32×512, bf16", 96, 8, 32, 512, autocast=_BF16, share=0.35),
+    _transformer("transformer-L96-fp32", "transformer L96, 32×512, fp32", 96, 8, 32, 512, share=0.25),
     _transformer("transformer-16k-bf16", "transformer L24, 1×16384, bf16", 24, 4, 1, 16384, autocast=_BF16),
     *(_resnet152(batch, bf16) for batch in (64, 320) for bf16 in (False, True)),
     _sized(
-        _CIFAR, title="ResNet-1202 (CIFAR size), 128×32², fp32", network=lambda: cifar_resnet(1202), shape=(3, 32, 32), batch=128
+        _CIFAR, title="ResNet-1202 (CIFAR size), 128×32², fp32", network=lambda: cifar_resnet(1202), shape=(3, 32, 32), batch=128,
+        share=0.15,
     ),
 )  # fmt: skip
 

@@ -26,6 +26,9 @@ from .networks import Network, Part, Stage, assembled
 
 BASELINE = "checkpoint"
 ACTIVATION_BUDGET = 0.5
+Budget = tuple[float | None, str]
+"""A share (None: the case's own) of the peak of a method."""
+FITTED: Budget = (None, BASELINE)
 SWEEP = (10, 20, 35, 50, 75, 100)  # budgets, in % of plain's peak
 
 
@@ -34,7 +37,7 @@ class Setup:
     """What a method is built from.
 
     Attributes:
-        plain_peak: bytes of the plain network's step, once measured.
+        peaks: bytes of the steps that budgets are shares of ("plain", "checkpoint"), once measured.
         functions: what has been compiled, by the name of its use: a network built again does not compile again.
     """
 
@@ -42,8 +45,16 @@ class Setup:
     network: Network
     gamma: float
     backend: str
-    plain_peak: int | None = None
+    peaks: dict[str, int] = field(default_factory=dict)
     functions: dict[str, Callable[[nn.Module, Tensor], Tensor]] = field(default_factory=dict)
+
+    def room(self, budget: Budget) -> int:
+        """A budget in bytes."""
+        share, of = budget
+        share = self.case.share if share is None else share
+        if of not in self.peaks:
+            raise ValueError(f"a budget is a share of what {of} takes, which was not measured: add the method {of!r}.")
+        return int(share * self.peaks[of])
 
     def compiled(self, use: str) -> Callable[[nn.Module, Tensor], Tensor]:
         """`run`, compiled for this use."""
@@ -65,7 +76,7 @@ class Method:
         around: a context for every step.
         inside: backward runs under autocast and on the calling thread: the packages that invert inside an
             `autograd.Function` would otherwise invert in another precision than they ran in.
-        budget: of the plain network's peak, for those that are given one.
+        budget: for those that are given one.
         compiles: casts of weights are part of the compiled code, and autocast has none to keep.
         graphed: the whole step is captured in a CUDA graph and replayed. Only measured where asked for by name.
     """
@@ -78,7 +89,7 @@ class Method:
     applies: Callable[[Case], bool] = lambda case: True
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     inside: bool = False
-    budget: float | None = None
+    budget: Budget | None = None
     compiles: bool = False
     graphed: bool = False
 
@@ -169,51 +180,51 @@ def _recompute() -> AbstractContextManager[Any]:
 
 
 def _momentum(
-    setup: Setup, memory: str, form: str, compile_blocks: bool, budget: float | None, **options: Any
+    setup: Setup, memory: str, form: str, compile_blocks: bool, budget: Budget | None, **options: Any
 ) -> nn.Module:
     """Ours. A budget bounds the peak of the step; several stages share it in proportion to their activations."""
     call = setup.compiled("ours") if compile_blocks else None
-    if budget is not None and setup.plain_peak is None:
-        raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
+    room = None if budget is None else setup.room(budget)
 
     def stack(stage: Stage) -> nn.Module:
         blocks = list(stage.blocks) if form == "block" else stage.branches()
         if call is not None:
             blocks = [Compiled(block, call) for block in blocks]
-        if budget is not None and memory == "auto":
-            share = stage.size * len(stage.blocks) / setup.network.activations
-            options["budget"] = int(budget * (setup.plain_peak or 0) * share)
+        if room is not None and memory == "auto":
+            options["budget"] = int(room * stage.size * len(stage.blocks) / setup.network.activations)
         return rg.MomentumNet(blocks, setup.gamma, form=form, memory=memory, **options)
 
     return assembled(setup.network, stack, (lambda head: head) if memory == "store" else head_again)
 
 
-def _converted(setup: Setup, memory: str, budget: float | str | None = None) -> nn.Module:
+def _converted(setup: Setup, memory: str, budget: Budget | str | None = None, **options: Any) -> nn.Module:
     """Ours by `rg.convert`: the stages of one model, planned together. Heads are checkpointed as everywhere."""
-    if isinstance(budget, float) and setup.plain_peak is None:
-        raise ValueError("a budget is a share of what plain takes, which was not measured: add the method 'plain'.")
     heads = (lambda head: head) if memory == "store" else head_again
     parts = partial(map, lambda block: Part(block, "forward"))  # the blocks themselves are for other methods too
     model = assembled(setup.network, lambda stage: Chain(list(parts(stage.blocks)), run), heads)
     stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
-    room = int(budget * (setup.plain_peak or 0)) if isinstance(budget, float) else budget
-    return rg.convert(model, gamma=setup.gamma, stages=stages, memory=memory, budget=room if memory == "auto" else None)
+    room = setup.room(budget) if isinstance(budget, tuple) else budget
+    if memory == "auto":
+        options["budget"] = room
+    return rg.convert(model, gamma=setup.gamma, stages=stages, memory=memory, **options)
 
 
-def _by_convert(name: str, about: str, budget: float | str) -> Method:
+def _by_convert(
+    name: str, about: str, budget: Budget | str, applies: Callable[[Case], bool] = lambda case: case.images, **options: Any
+) -> Method:  # fmt: skip
     return Method(
         f"ours-{name}",
         about,
-        lambda setup: _converted(setup, "auto", budget),
-        lambda setup, mode: _converted(setup, mode),
-        "convert",
-        lambda case: case.images,
+        lambda setup: _converted(setup, "auto", budget, **options),
+        lambda setup, mode: _converted(setup, mode, **options),
+        f"convert, {options}",
+        applies,
         budget=None if isinstance(budget, str) else budget,
     )
 
 
 def _ours(
-    name: str, about: str, memory: str, *, form: str = "block", compile_blocks: bool = False, budget: float | None = None,
+    name: str, about: str, memory: str, *, form: str = "block", compile_blocks: bool = False, budget: Budget | None = None,
     applies: Callable[[Case], bool] = lambda case: True, **options: Any,
 ) -> Method:  # fmt: skip
     def twin(setup: Setup, mode: str) -> nn.Module:
@@ -244,6 +255,42 @@ def _sweep(case: Case) -> bool:
     return "budgets" in case.options
 
 
+def _fitted() -> list[Method]:
+    """Ours, given the share of checkpoint's memory that the case aims at."""
+    aim = "ours, auto, within the memory aimed at"
+
+    def narrow_images(case: Case) -> bool:
+        return _low(case) and case.images
+
+    def narrow_tokens(case: Case) -> bool:
+        return _low(case) and _tokens(case)
+
+    return [
+        _by_convert("fitted", aim, FITTED),
+        _by_convert("fitted-16bit", f"{aim}, state_bits=16", FITTED, narrow_images, state_bits=16),
+        _ours("fitted-branch", f'{aim}, form="branch"', "auto", form="branch", budget=FITTED, applies=_tokens),
+        _ours(
+            "fitted-branch-16bit", f'{aim}, form="branch", state_bits=16', "auto", form="branch", budget=FITTED, state_bits=16,
+            applies=narrow_tokens,
+        ),
+    ]  # fmt: skip
+
+
+def _swept(name: str, about: str, **options: Any) -> list[Method]:
+    """A method given one share of plain's memory after another."""
+    return [
+        _ours(
+            f"{name}-{share}",
+            f"{about}, given {share} % of plain's memory",
+            "auto",
+            budget=(share / 100, "plain"),
+            applies=_sweep,
+            **options,
+        )
+        for share in SWEEP
+    ]
+
+
 def methods() -> list[Method]:
     """Every method, in the order of the table."""
     from .peers import PEERS
@@ -269,14 +316,14 @@ def methods() -> list[Method]:
         _ours("checkpoint", "ours, checkpoint", "checkpoint"),
         _ours("store", "ours, store", "store"),
         _ours("auto", "ours, auto", "auto"),
-        *(
-            _ours(f"budget-{share}", f"ours, auto, given {share} % of plain's memory", "auto", budget=share / 100, applies=_sweep)
-            for share in SWEEP
-        ),
+        *_swept("budget", "ours, auto"),
+        *_swept("narrow-budget", 'ours, auto, form="branch", state_bits=16', form="branch", state_bits=16),
         _by_convert("convert-free", "ours, `rg.convert`, budget='free': free memory is used across the stages", "free"),
-        _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", 0.3),
+        _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", (0.3, "plain")),
+        *_fitted(),
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
         _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),
+        _ours("branch-store", 'ours, store, form="branch"', "store", form="branch", applies=_tokens),
         _ours("16bit-reverse", "ours, reverse, x and v in 16 bits (state_bits=16)", "reverse", state_bits=16, applies=_low),
         _ours("16bit-auto", "ours, auto, state_bits=16", "auto", state_bits=16, applies=_low),
         _ours(

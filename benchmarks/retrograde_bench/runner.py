@@ -70,8 +70,8 @@ def run_case(case: Case, options: Options, say: Say) -> Iterator[Row]:
             yield replace(row, status="not run", note="out of time")
             continue
         row, step = _alone(method, setup, x, row, agreement, options, say)
-        if method.name == "plain" and row.peak is not None:
-            setup = replace(setup, plain_peak=row.peak)
+        if row.peak is not None:
+            setup.peaks[method.name] = row.peak
         if step is None:
             yield row
         else:
@@ -88,8 +88,8 @@ def _alone(
     """Memory and gradients of one method, and its step for the rounds; None if it does not run."""
     began, device = time.monotonic(), x.device
     try:
-        if method.budget is not None and setup.plain_peak is not None:
-            row = replace(row, budget=int(method.budget * setup.plain_peak))
+        if method.budget is not None:
+            row = replace(row, budget=setup.room(method.budget))
         net = method.build(setup)
         step = training_step(method, net, x, setup.case)
         if method.twin is None:

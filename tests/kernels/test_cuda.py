@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrograde.core import verify
+from retrograde.core.fixedpoint import FixedPoint
 from retrograde.stack import graph
 
 pytest.importorskip("triton")
@@ -93,3 +94,30 @@ def test_the_hash_is_the_one_defined(dtype: torch.dtype, size: int) -> None:
         found = torch.full((), 5, dtype=torch.int64, device=DEVICE)
         assert cuda.digest(t, found, seed, sign)
         assert found == 5 + sign * verify.digest_ref(verify.words(t), seed)
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "expanded"])
+def test_a_start_is_encoded_with_the_same_bits(integers: torch.dtype, dtype: torch.dtype, layout: str) -> None:
+    x = torch.randn(2, 3, 30, 20).to(dtype).to(DEVICE)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif layout == "expanded":
+        x = x[:1].expand(2, -1, -1, -1)
+    fixed = FixedPoint(20 if integers == torch.int32 else 9, integers)
+    q, out = torch.empty_like(x, dtype=integers), torch.empty_like(x)
+    watch = torch.zeros(1, 4, device=DEVICE)[0, :2]
+    assert cuda.encode(x, 2.0**fixed.bits, 2.0**-fixed.bits, q, out, watch, 1)
+    assert torch.equal(q, fixed.encode(x))
+    assert torch.equal(out, fixed.decode(q, dtype))
+    assert watch.tolist() == [0.0, q.abs().max()]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
+def test_the_watch_sees_a_start_that_is_not_finite_or_too_large(poison: float) -> None:
+    x = torch.randn(3_000).to(DEVICE)
+    x[2_345] = poison
+    watch = torch.zeros(2, device=DEVICE)
+    assert cuda.encode(x, 2.0**20, 2.0**-20, torch.empty_like(x, dtype=torch.int32), None, watch, 1)
+    assert not watch[1] <= 2.0**30

@@ -16,4 +16,5 @@ register("cpu", "CPU", cpu.advance_, cpu.pull_, cpu.retreat_, carry=cpu.carry, d
 if torch.cuda.is_available() and find_spec("triton") is not None:
     from . import cuda
 
-    register("cuda", "CUDA", cuda.advance_, cuda.pull_, cuda.retreat_, carry=cuda.carry, digest=cuda.digest)
+    steps = (cuda.advance_, cuda.pull_, cuda.retreat_)
+    register("cuda", "CUDA", *steps, carry=cuda.carry, digest=cuda.digest, encode=cuda.encode)

@@ -130,6 +130,21 @@ def _advance(
 
 
 @triton.jit
+def _encode(
+    x_ptr, q_ptr, out_ptr, watch_ptr, size, scale, unit, COLUMN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    scaled = _round(tl.load(x_ptr + at, inside, other=0.0).to(tl.float32) * scale)
+    q = _held(tl.where(tl.abs(scaled) <= 1073741824.0, scaled, 0.0).to(tl.int32), q_ptr)
+    tl.store(q_ptr + at, q, inside)
+    if OUT:
+        tl.store(out_ptr + at, q.to(tl.float32) * unit, inside)
+    most = tl.max(tl.abs(scaled).to(tl.int32, bitcast=True), 0)
+    tl.atomic_max(watch_ptr + COLUMN, most, mask=most > tl.load(watch_ptr + COLUMN))
+
+
+@triton.jit
 def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -238,6 +253,15 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[
         compiled[grid](*tensors, size, *numbers, *constants, BLOCK)
         return
     _compiled[key] = kernel[grid](*tensors, size, *numbers, *constants, BLOCK, enable_fp_fusion=False)
+
+
+def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, watch: Tensor, column: int) -> bool:
+    """x as the integers q, out as they are decoded, and the largest of them; if the layout allows; whether it did."""
+    if q.dtype == torch.int64 or not alike(q, out) or x.dtype not in _FLOATS:
+        return False
+    tensors = (laid_out_as(q, x), q, q if out is None else out, watch.view(torch.int32))
+    _launch(_encode, tensors, q.numel(), (scale, unit), column, out is not None)
+    return True
 
 
 def advance_(

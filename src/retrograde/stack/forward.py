@@ -73,7 +73,7 @@ class Forward:
             self.xt, self.x = Enter.apply(x0, self.state)
             self.vt = self.state.token()
         else:
-            self.x = self.state.read()
+            self.x = self.state.first()
 
     def launch(self, block: Block, extra: Extra, residual: bool) -> None:
         """Let the block's output on x₀ be v₀ (or x₀ + v₀)."""
@@ -116,7 +116,8 @@ class Forward:
         v, x = (
             (peaks <= limit).all() for peaks, limit in zip(self.state.watch.unbind(1), self.state.limits, strict=True)
         )
-        return result * torch.where(v & x, 1.0, float("nan")).to(result.dtype)
+        with torch.no_grad():  # it is nobody else's yet, and its gradient no other for it
+            return result.mul_(torch.where(v & x, 1.0, float("nan")).to(result.dtype))
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         x = self.x

@@ -77,7 +77,7 @@ class Enter(Function):
     def forward(ctx: Any, x0: Tensor, state: Momentum) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.work = x0.dtype, state.gradient
-        return state.token(), state.read()
+        return state.token(), state.first()
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, None]:

@@ -94,7 +94,8 @@ class Momentum:
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         self.raises = overflow == "raise"
         self.eager = self.raises and x0.device.type == "cpu"
-        self.watch = torch.zeros(len(recurrence.gammas) + 1, 2, dtype=torch.float32, device=x0.device)
+        # rows 16 bytes apart: aligned as kernels like it
+        self.watch = torch.zeros(len(recurrence.gammas) + 1, 4, dtype=torch.float32, device=x0.device)[:, :2]
         self.rows = self.watch.unbind()
         self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
         self.gradient = (
@@ -102,13 +103,19 @@ class Momentum:
         )  # the dtype that plain autograd hands gradients on in
         self.blank = torch.zeros((), dtype=self.gradient, device=x0.device).expand(x0.shape)
         self.scale, self.guard = 2.0 ** (fixed.bits + fixed.guard), fixed.guard
+        self.ops = bodies(x0)
+        self.start: Tensor | None = None  # x₀ decoded, until the pass takes it
         self.x = self._encoded(x0)
         self.v = torch.zeros_like(self.x)
-        self.ops = bodies(self.x)
 
     def token(self) -> Tensor:
         """A stand-in of the shape of x, or v, that carries gradients and holds no values."""
         return self.blank.detach()
+
+    def first(self) -> Tensor:
+        """x₀ as a float; for the pass that has just begun."""
+        x, self.start = self.start, None
+        return self.read() if x is None else x
 
     def read(self) -> Tensor:
         """x as a float."""
@@ -188,11 +195,18 @@ class Momentum:
 
     def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
         """x, or v with its guard digits, as integers, dense in memory."""
-        guard = self.fixed.guard if velocity else 0
-        if x.numel():
-            self.rows[0][int(not velocity)] = x.detach().abs().amax().float() * 2.0 ** (self.fixed.bits + guard)
+        x, guard = x.detach(), self.fixed.guard if velocity else 0
+        scale, row, column = 2.0 ** (self.fixed.bits + guard), self.rows[0], int(not velocity)
+        q, faster = torch.empty_like(x, dtype=self.fixed.dtype), getattr(self.ops, "encode", None)
+        out = None if velocity or faster is None else torch.empty_like(q, dtype=self.dtype)
+        if faster is not None and faster(x, scale, self.unit, q, out, row, column):
+            self.start = out  # decoded in the same pass over memory
+        else:
+            q.copy_(self.fixed.encode(x, guard))
+            if x.numel():
+                row[column] = x.abs().amax().float() * scale
         self._check(0)
-        return torch.empty_like(x, dtype=self.fixed.dtype).copy_(self.fixed.encode(x.detach(), guard))
+        return q
 
     def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
         n, d, _, factor = self.recurrence.factors[k]

@@ -33,8 +33,9 @@ REPLAY = 4.0
 """Traffic of running a block again, per byte that it saves."""
 EARLY = 0.75
 """How much of that is left where the input is kept and the output is not wanted: nothing after the last tensor saved is run."""
-RESERVE = 0.05
-"""For what no tensor shows: workspaces of kernels, what the allocator rounds up."""
+RESERVE, LARGE = 0.05, (0.01, 2**28)
+"""For what no tensor shows (workspaces of kernels, what the allocator rounds up): a share of the peak; of a large one a smaller share
+and a workspace. Measured on an H200 (`benchmarks/predict.py`): to 0.2 GB for convolutions, 1 % for the rest."""
 
 _END = 2**62
 
@@ -190,7 +191,8 @@ def chain(usage: Sequence[int], tracks: Sequence[Track], most: int | None = None
 
 
 def with_reserve(bytes_: int) -> int:
-    return bytes_ + int(RESERVE * bytes_)
+    share, workspace = LARGE
+    return bytes_ + int(min(RESERVE * bytes_, share * bytes_ + workspace))
 
 
 def within(budget: int, links: Sequence[Choice], given: str) -> Choice:
