@@ -203,9 +203,8 @@ def test_an_epoch_is_timed_with_the_batch_that_was_trained_with(tmp_path: Path) 
     trained = Record({"phase": "train", "net": "momentum", "seed": 0}, {"batch": 16}, {})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(trained.line() + "\n")
-    experiment = finetune.Config.smoke(), {"phase": "time", "net": "momentum"}
     context = Context(torch.device("cpu"), Quiet(), Checkpoint(tmp_path / "unit.pt", 9), tmp_path)
-    timed = finetune.measure(*experiment, context)
+    timed = finetune.measure(config, {"phase": "time", "net": "momentum"}, context)
     assert timed["batch"] == 16
     assert len(timed["epochs"]) == finetune.TIMED
     assert min(timed["epochs"]) <= timed["epoch"] <= max(timed["epochs"])
