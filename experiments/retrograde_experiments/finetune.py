@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -48,7 +49,7 @@ from .train.unit import small_set
 
 WAYS = ("resnet", "checkpoint", "momentum", "reference")
 FIRST_GAMMA, LEVELS = 0.1, 8
-TIMED = 3  # epochs, after one that is not counted
+FIRST_STEPS, TIMED = 5, 3  # steps that are not counted, then epochs that are
 
 
 @dataclass(frozen=True)
@@ -284,15 +285,17 @@ def _timed(config: Config, unit: Key, batch: int, context: Context) -> dict[str,
     if unit["net"] == "momentum":
         set_gamma(net, config.gamma)
         calibrate(net, next(source.epoch(0))[0])
+    for x, y in islice(source.epoch(0), FIRST_STEPS):
+        learner.step(x, y)
     seconds = []
-    context.progress.steps((1 + TIMED) * source.steps)
-    for epoch in range(1 + TIMED):
+    context.progress.steps(TIMED * source.steps)
+    for epoch in range(TIMED):
         start = _now(context.device)
         for x, y in source.epoch(epoch):
             learner.step(x, y)
             context.progress.step()
         seconds.append(_now(context.device) - start)
-    return {"batch": batch, "epochs": seconds[1:], "epoch": median(seconds[1:])}
+    return {"batch": batch, "epochs": seconds, "epoch": median(seconds)}
 
 
 def risen(config: Config, step: int, steps: int) -> float:
