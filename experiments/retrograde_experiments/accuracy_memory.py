@@ -3,12 +3,15 @@
 The nearer γ is to 1, the fewer bits each layer loses and the smaller the buffer that keeps them: k·log₂(1/γ) bits per element at
 depth k, here in whole 1, 2 or 4 bytes. Memory is the peak of one training step above parameters, gradients and batch, measured
 on the trained network; the ResNet (γ = 0, everything stored) stands beside it.
+
+For the γ of `narrow` the same networks are trained once more with x and v in 16 bits, which mixed precision allows: over several seeds,
+so that a loss of accuracy would show.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ import retrograde as rg
 from retrograde.measure import human
 
 from .data.batches import Resident
-from .findings import Finding
+from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
 from .style import COLOURS, canvas
@@ -40,6 +43,8 @@ class Config:
     channels_last: bool = True
     limit: int | None = None
     repeats: int = 1
+    narrow: tuple[float, ...] = ()  # γ trained with 16 bits too; needs AMP
+    narrow_repeats: int = 3
 
     @classmethod
     def paper(cls) -> Config:
@@ -47,20 +52,24 @@ class Config:
 
     @classmethod
     def default(cls) -> Config:
-        return cls(model="thin-resnet56", epochs=10, batch=512, rate=0.4, schedule="onecycle", amp="bf16")
+        return cls(
+            model="thin-resnet56", epochs=10, batch=512, rate=0.4, schedule="onecycle", amp="bf16", narrow=(0.9,)
+        )
 
     @classmethod
     def smoke(cls) -> Config:
         return cls(
             data="digits", model="thin-resnet26", gammas=(0.0, 0.1, 0.9), epochs=1, batch=64, rate=0.1, schedule="onecycle",
-            limit=128, channels_last=False,
+            limit=128, channels_last=False, amp="bf16", narrow=(0.9,), narrow_repeats=2,
         )  # fmt: skip
 
     def setting(self) -> str:
         smaller = "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs of batch 128."
+        narrow = ", ".join(f"{gamma:g}" for gamma in self.narrow)
+        more = f"; with γ = {narrow} also with 16 bits, {self.narrow_repeats} seeds each" if narrow else ""
         return (
             f"{self.model} on {self.data}, v₀ = 0, in reverse, {self.epochs} epochs of batch {self.batch} (rate {self.rate:g}, "
-            f"{self.schedule}), AMP {self.amp}, {self.repeats} seed(s); memory of one step of that batch.{smaller}"
+            f"{self.schedule}), AMP {self.amp}, {self.repeats} seed(s){more}; memory of one step of that batch.{smaller}"
         )
 
     def recipe(self) -> Recipe:
@@ -69,7 +78,11 @@ class Config:
 
 
 def units(config: Config) -> list[Key]:
-    return [{"gamma": gamma, "seed": seed} for seed in range(config.repeats) for gamma in config.gammas]
+    found: list[Key] = [{"gamma": gamma, "seed": seed} for seed in range(config.repeats) for gamma in config.gammas]
+    for seed in range(config.narrow_repeats):
+        for own in ({"gamma": gamma, "seed": seed} for gamma in config.narrow):
+            found += [unit for unit in (own, {**own, "bits": 16}) if unit not in found]
+    return found
 
 
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
@@ -78,7 +91,10 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     )
     torch.manual_seed(unit["seed"])
     memory = "reverse" if unit["gamma"] else "store"
-    net = build(config.model, classes=source.classes, channels=source.channels, gamma=unit["gamma"], memory=memory)
+    net = build(
+        config.model, classes=source.classes, channels=source.channels, gamma=unit["gamma"], memory=memory,
+        state_bits=unit.get("bits", "auto"),
+    )  # fmt: skip
     learner, curve = trained(net, config.recipe(), source, context)
     x, y = next(source.epoch(0))
 
@@ -90,7 +106,14 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     return {"accuracy": curve["accuracy"][-1], "peak": report.peak, "held": report.held}
 
 
+def of(records: list[Record], gamma: float, bits: int | None = None) -> list[Record]:
+    """Those with this γ; bits None: with the usual state."""
+    return [r for r in records if r["gamma"] == gamma and r.key.get("bits") == bits]
+
+
 def means(records: list[Record], name: str) -> dict[float, float]:
+    """By γ, with the usual state."""
+    records = [r for r in records if "bits" not in r.key]
     gammas = sorted({r["gamma"] for r in records})
     return {gamma: mean(r[name] for r in records if r["gamma"] == gamma) for gamma in gammas}
 
@@ -103,6 +126,13 @@ def figure(config: Config, records: list[Record]) -> Any:
         plain = {"marker": "s", "color": COLOURS["resnet"], "label": "ResNet (γ = 0, stored)"}
         style = {"marker": "o", "color": shade, "label": f"Momentum, γ = {gamma:g}"} if gamma else plain
         axis.plot([peak[gamma] / 1e6], [accuracy[gamma]], linestyle="none", markersize=7, **style)
+    for gamma in config.narrow:
+        if found := of(records, gamma, 16):
+            label = f"the same, γ = {gamma:g}, 16 bits"
+            place = [mean(r["peak"] for r in found) / 1e6], [mean(r["accuracy"] for r in found)]
+            axis.plot(*place, linestyle="none", marker="D", markersize=6, color="#0f766e", label=label)
+    if not accuracy:
+        return picture
     middle, room = mean(accuracy.values()), max(3.0, max(accuracy.values()) - min(accuracy.values()))
     axis.set(
         xlabel="peak memory of a training step, MB", ylabel="test accuracy, %", title=f"{config.model}, {config.data}"
@@ -133,4 +163,26 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     ]
     if 0 in accuracy:
         found.append(Finding("the ResNet: accuracy, peak memory", f"{accuracy[0]:.2f} %, {human(peak[0])}"))
+    for gamma in config.narrow:
+        wide, slim = of(records, gamma), of(records, gamma, 16)
+        if wide and slim:
+            found += _narrow(gamma, wide, slim)
     return found
+
+
+def _narrow(gamma: float, wide: list[Record], slim: list[Record]) -> list[Finding]:
+    """The state in 16 bits against the usual one: accuracy, and memory."""
+    ours, theirs = ([r["accuracy"] for r in part] for part in (slim, wide))
+    gap, room = mean(ours) - mean(theirs), sum(stdev(v) if len(v) > 1 else 0.0 for v in (ours, theirs))
+    enough = min(len(ours), len(theirs)) >= 3
+    peaks = f"{human(mean(r['peak'] for r in slim))} : {human(mean(r['peak'] for r in wide))}"
+    return [
+        Finding(f"accuracy with 16 bits, γ = {gamma:g}", spread(ours, ".2f", " %")),
+        Finding(f"accuracy with 32 bits, γ = {gamma:g}", spread(theirs, ".2f", " %")),
+        Finding(
+            f"16 bits less 32, γ = {gamma:g}", f"{gap:+.2f} %",
+            f"≥ −{room:.2f} %, the seeds' spread" if enough else "within the seeds' spread",
+            gap >= -room if enough else None,
+        ),
+        Finding(f"peak memory, 16 bits : 32, γ = {gamma:g}", peaks),
+    ]  # fmt: skip

@@ -40,6 +40,7 @@ class Config:
     schedule: str = "multistep"
     milestones: tuple[int, ...] = (180,)
     weight_decay: float = 5e-4
+    decay: str = "all"  # or "weights": neither norms nor biases
     nesterov: bool = False
     smoothing: float = 0.0  # of labels
     warmup: float = 0.0  # epochs; onecycle: 30 % of them unless given
@@ -72,8 +73,10 @@ class Config:
             if self.schedule == "multistep"
             else f"{self.schedule}, rising for {self.warmup:g} epochs" if self.warmup else self.schedule
         )  # fmt: skip
-        more = (", Nesterov's momentum" if self.nesterov else "") + (
-            f", labels smoothed by {self.smoothing:g}" if self.smoothing else ""
+        more = (
+            (" (of neither norms nor biases)" if self.decay == "weights" else "")
+            + (", Nesterov's momentum" if self.nesterov else "")
+            + (f", labels smoothed by {self.smoothing:g}" if self.smoothing else "")
         )
         smaller = (
             "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs of batch 128, 10 seeds, float32."
@@ -92,6 +95,7 @@ class Config:
             "schedule",
             "milestones",
             "weight_decay",
+            "decay",
             "nesterov",
             "smoothing",
             "warmup",

@@ -8,20 +8,23 @@
 First the largest batch with which three steps fit under the limit is found for each, then each is fine-tuned, all layers of it, with
 that batch, or, where the memory does not last, with the next smaller one: accuracy over seconds of training. The limit is set on
 PyTorch's allocator; the CUDA context comes on top. The rate is proportional to the batch.
+
+Trainings may share a device; their seconds then say nothing. So the seconds of an epoch are measured apart (`--only phase=time`, to run
+with the device otherwise idle), and where they are, an accuracy is shown over epochs times that.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from .data.weights import MEAN, STD, as_published, resnet50_weights
 from .errors import ExperimentError
 from .findings import Finding, spread
 from .memory_batch import checkpoint_blocks, largest_fitting
-from .metrics import Key, Record, write_atomic, writing
+from .metrics import Key, Record, read_metrics
 from .run import Context
 from .style import COLOURS, NAMES, canvas
 from .train import Learner, Recipe
@@ -46,6 +49,7 @@ from .train.unit import small_set
 
 WAYS = ("resnet", "checkpoint", "momentum", "reference")
 FIRST_GAMMA, LEVELS = 0.1, 8
+FIRST_STEPS, TIMED = 5, 3  # steps that are not counted, then epochs that are
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,14 @@ def ways(config: Config) -> tuple[str, ...]:
 
 def units(config: Config) -> list[Key]:
     found: list[Key] = [{"phase": "largest", "net": net} for net in ways(config)]
-    return found + [{"phase": "train", "net": net, "seed": s} for s in range(config.repeats) for net in ways(config)]
+    found += [{"phase": "train", "net": net, "seed": s} for s in range(config.repeats) for net in ways(config)]
+    return found + [{"phase": "time", "net": net} for net in ways(config)]
 
 
 def needs(config: Config, unit: Key) -> list[Key]:
-    """The batch to train with must be found."""
+    """The batch to train with must be found; the one that was trained with is timed."""
+    if unit["phase"] == "time":
+        return [{"phase": "train", "net": unit["net"], "seed": s} for s in range(config.repeats)]
     return [{"phase": "largest", "net": unit["net"]}] if unit["phase"] == "train" else []
 
 
@@ -107,28 +114,33 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
         raise ExperimentError(
             "momentumnet is not installed: `pip install --no-deps momentumnet==0.10`, or leave it out with --set reference=false."
         )
-    path = context.folder / f"largest-{unit['net']}.json"
     with limited(config.limit_gb, context.device):
         if unit["phase"] == "largest":
-            largest = _largest(config, unit["net"], context)
-            with writing(path):
-                write_atomic(path, json.dumps(largest).encode())
-            return {"largest": largest}
-        if not path.exists():
-            raise ExperimentError(
-                f"{path} is missing, though its unit is finished. Delete that line, or use another folder."
-            )
-        for batch in range(json.loads(path.read_text()), 0, -1):
+            return {"largest": _largest(config, unit["net"], context)}
+        for batch in range(_known_to_fit(unit, context), 0, -1):
             done = _if_it_fits(config, unit, batch, context)
             if done is not None:
                 return done
         return {"batch": 0, "reserved": None, "seconds": [], "accuracy": []}
 
 
+def _known_to_fit(unit: Key, context: Context) -> int:
+    """The largest batch; to be timed, that of the trainings where there are some."""
+    mine = [r for r in read_metrics(context.folder) if r["net"] == unit["net"]]
+    trained = [r["batch"] for r in mine if r["phase"] == "train" and r["batch"]]
+    if unit["phase"] == "time" and trained:
+        return int(min(trained))
+    for record in mine:
+        if record["phase"] == "largest":
+            return int(record["largest"])
+    raise ExperimentError(f"the largest batch of {unit['net']} is not known: run the units with phase=largest first.")
+
+
 def _if_it_fits(config: Config, unit: Key, batch: int, context: Context) -> dict[str, Any] | None:
     """None if the memory does not last after all: what fits three steps may not fit many, whose blocks of memory are cut up."""
     try:
-        return _finetuned(config, unit, batch, context)
+        work = _timed if unit["phase"] == "time" else _finetuned
+        return work(config, unit, batch, context)
     except torch.OutOfMemoryError:
         context.progress.step(f"batch {batch} does not fit for long")
     context.checkpoint.delete()
@@ -265,6 +277,27 @@ def _finetuned(config: Config, unit: Key, batch: int, context: Context) -> dict[
     return {"batch": batch, "reserved": reserved, **curve}
 
 
+def _timed(config: Config, unit: Key, batch: int, context: Context) -> dict[str, Any]:
+    """The seconds of an epoch of training, without evaluation. γ is the last: it has that in most epochs of a training."""
+    source = Resident(small(config), batch, seed=0, device=context.device, test_batch=2, home="cpu")
+    net = network(config, unit["net"], source.classes, 0).to(context.device)
+    learner = Learner(net, _recipe(config, batch), source.steps)
+    if unit["net"] == "momentum":
+        set_gamma(net, config.gamma)
+        calibrate(net, next(source.epoch(0))[0])
+    for x, y in islice(source.epoch(0), FIRST_STEPS):
+        learner.step(x, y)
+    seconds = []
+    context.progress.steps(TIMED * source.steps)
+    for epoch in range(TIMED):
+        start = _now(context.device)
+        for x, y in source.epoch(epoch):
+            learner.step(x, y)
+            context.progress.step()
+        seconds.append(_now(context.device) - start)
+    return {"batch": batch, "epochs": seconds, "epoch": median(seconds)}
+
+
 def risen(config: Config, step: int, steps: int) -> float:
     """γ of a step: from 0.1 to the last in equal rises.
 
@@ -313,9 +346,20 @@ def small(config: Config) -> Images:
     return Images(spec, train.permute(0, 3, 1, 2), labels[0], test.permute(0, 3, 1, 2), labels[1])
 
 
-def _reached(record: Record, accuracy: float) -> float | None:
+def _reached(seconds: list[float], record: Record, accuracy: float) -> float | None:
     """Seconds of training after which the accuracy was first reached."""
-    return next((s for s, a in zip(record["seconds"], record["accuracy"], strict=True) if a >= accuracy), None)
+    return next((s for s, a in zip(seconds, record["accuracy"], strict=True) if a >= accuracy), None)
+
+
+def _epochs(records: list[Record]) -> dict[tuple[str, int], float]:
+    """The seconds of an epoch, measured alone, by network and batch."""
+    return {(r["net"], r["batch"]): r["epoch"] for r in records if r["phase"] == "time" and r["batch"]}
+
+
+def _seconds(record: Record, alone: dict[tuple[str, int], float]) -> list[float]:
+    """Of training, until each accuracy: epochs times the seconds of one measured alone, or else as they passed."""
+    epoch = alone.get((record["net"], record["batch"]))
+    return record["seconds"] if epoch is None else [k * epoch for k in range(len(record["accuracy"]))]
 
 
 def _split(records: list[Record]) -> tuple[dict[str, int], dict[str, list[Record]]]:
@@ -328,6 +372,7 @@ def _split(records: list[Record]) -> tuple[dict[str, int], dict[str, list[Record
 def figure(config: Config, records: list[Record]) -> Any:
     picture, (left, axis) = canvas(9, 4, 1, 2, width_ratios=(1, 1.6))
     largest, runs = _split(records)
+    alone = _epochs(records)
     shown = [net for net in WAYS if net in largest]
     bars = left.barh(
         range(len(shown)), [largest[net] for net in shown], color=[COLOURS[net] for net in shown], height=0.6
@@ -338,15 +383,16 @@ def figure(config: Config, records: list[Record]) -> Any:
     left.set(xlabel="images", title=f"largest batch in {config.limit_gb:g} GB")
     for net, found in runs.items():
         for record in found:
-            axis.plot(record["seconds"], record["accuracy"], color=COLOURS[net], alpha=0.25, linewidth=1)
+            axis.plot(_seconds(record, alone), record["accuracy"], color=COLOURS[net], alpha=0.25, linewidth=1)
         seconds, accuracy = (
-            [mean(v) for v in zip(*(r[name] for r in found), strict=True)] for name in ("seconds", "accuracy")
+            [mean(v) for v in zip(*curves, strict=True)]
+            for curves in ([_seconds(r, alone) for r in found], [r["accuracy"] for r in found])
         )
         axis.plot(
             seconds, accuracy, "o-", color=COLOURS[net], label=f"{NAMES[net]}, batch {found[0]['batch']}", markersize=4
         )
     axis.set(
-        xlabel="seconds of training", ylabel="test accuracy, %", title=f"{config.data} at {config.size}×{config.size}"
+        xlabel=_axis(runs, alone), ylabel="test accuracy, %", title=f"{config.data} at {config.size}×{config.size}"
     )
     if runs:
         axis.legend(fontsize=8, loc="lower right")
@@ -354,6 +400,11 @@ def figure(config: Config, records: list[Record]) -> Any:
         axis.text(0.5, 0.5, "training: not run", ha="center", va="center", transform=axis.transAxes, color="#6b7280")
         axis.set(xticks=[], yticks=[])
     return picture
+
+
+def _axis(runs: dict[str, list[Record]], alone: dict[tuple[str, int], float]) -> str:
+    apart = runs and all((net, r["batch"]) in alone for net, found in runs.items() for r in found)
+    return "seconds of training" + (" (epochs × an epoch's, measured alone)" if apart else "")
 
 
 def findings(config: Config, records: list[Record]) -> list[Finding]:
@@ -372,10 +423,11 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
         found.append(
             Finding("memory reserved, at most", f"{max(reserved) / 1e9:.2f} GB", f"≤ {config.limit_gb:g} GB", kept)
         )
-    times: dict[str, float] = {}
+    times, alone = dict[str, float](), _epochs(records)
+    found += [Finding(f"an epoch alone, {NAMES[net]}, batch {b}", f"{s:.2f} s") for (net, b), s in alone.items()]
     for net, done in runs.items():
         found.append(Finding(f"best accuracy, {NAMES[net]}", spread([max(r["accuracy"]) for r in done], ".1f", " %")))
-        reached = [_reached(r, config.reach) for r in done]
+        reached = [_reached(_seconds(r, alone), r, config.reach) for r in done]
         all_of_them = [s for s in reached if s is not None]
         if len(all_of_them) == len(done):
             times[net] = mean(all_of_them)

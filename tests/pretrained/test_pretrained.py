@@ -356,6 +356,11 @@ def test_a_run_goes_on_where_it_was(data: Path, tmp_path: Path) -> None:
     assert "0 units to do" in (run("sentence", config, tmp_path, data, say=lines.append) and lines[-1])
     with pytest.raises(ExperimentError, match="another setting: config is"):
         Store(path, {"experiment": "sentence", "device": "cpu", "config": {}})
+    header = read(path)[0]
+    assert "memory" in header["config"]
+    other = {**header, "config": {**header["config"], "memory": "reverse"}}  # changes no result
+    assert Store(path, other).records == whole
+    assert read(path)[0] == header
     path.write_bytes(b"{}\n")
     with pytest.raises(ExperimentError, match="damaged"):
         read(path)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from retrograde_experiments import accuracy_memory, cifar, finetune, gamma, imagenet, memory_batch, ode
+from retrograde_experiments.checkpoint import Checkpoint
 from retrograde_experiments.config import from_json, to_json
+from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.metrics import Record, read_metrics
 from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import load
-from retrograde_experiments.run import reproduce
+from retrograde_experiments.run import Context, reproduce
 from retrograde_experiments.train.learner import Learner
 
 NAMES = ("cifar", "gamma", "accuracy-memory", "ode", "memory-batch", "finetune", "imagenet")
@@ -177,6 +179,77 @@ def test_gamma_rises_to_its_value() -> None:
     assert rising[0] == 0.1
     assert rising == sorted(rising)
     assert set(rising[10 * config.warm :]) == {0.9}
+
+
+def test_finetuning_goes_on_from_its_metrics_alone(tmp_path: Path) -> None:
+    """A copy of config.json and metrics.jsonl, without any other file of the run, is enough."""
+    config, before, copied = finetune.Config.smoke(), tmp_path / "before", tmp_path / "copied"
+    reproduce("finetune", config, before, Quiet(), only={"phase": "largest"})
+    copied.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (copied / name).write_bytes((before / name).read_bytes())
+    reproduce("finetune", config, copied, Quiet(), only={"phase": "train", "net": "resnet"})
+    done = read_metrics(copied)
+    assert [r["phase"] for r in done] == ["largest"] * 3 + ["train"]
+    assert done[3]["batch"] == done[0]["largest"] == 32
+    with pytest.raises(ExperimentError, match="phase=largest"):
+        reproduce("finetune", config, tmp_path / "empty", Quiet(), only={"phase": "train"})
+
+
+def test_an_epoch_is_timed_with_the_batch_that_was_trained_with(tmp_path: Path) -> None:
+    """Not with the largest: there the memory may not last."""
+    config = finetune.Config.smoke()
+    reproduce("finetune", config, tmp_path, Quiet(), only={"phase": "largest"})
+    trained = Record({"phase": "train", "net": "momentum", "seed": 0}, {"batch": 16}, {})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(trained.line() + "\n")
+    context = Context(torch.device("cpu"), Quiet(), Checkpoint(tmp_path / "unit.pt", 9), tmp_path)
+    timed = finetune.measure(config, {"phase": "time", "net": "momentum"}, context)
+    assert timed["batch"] == 16
+    assert len(timed["epochs"]) == finetune.TIMED
+    assert min(timed["epochs"]) <= timed["epoch"] <= max(timed["epochs"])
+
+
+def test_seconds_are_those_of_an_epoch_alone_where_measured() -> None:
+    config = finetune.Config.default()
+
+    def training(net: str, batch: int, seed: int) -> Record:
+        values = {"batch": batch, "reserved": 1, "seconds": [0.0, 50.0, 100.0], "accuracy": [50.0, 80.0, 95.0]}
+        return Record({"phase": "train", "net": net, "seed": seed}, values, {})
+
+    runs = [training("resnet", 6, s) for s in range(3)] + [training("momentum", 10, s) for s in range(3)]
+    alone = [
+        Record({"phase": "time", "net": net}, {"batch": batch, "epochs": [s], "epoch": s}, {})
+        for net, batch, s in (("resnet", 6, 2.0), ("momentum", 10, 3.0))
+    ]
+    name = "time to 90 %, Momentum over ResNet"
+    shared = {f.what: f for f in finetune.findings(config, runs)}
+    assert (shared[name].ours, shared["time to 90 %, ResNet"].ours) == ("1.00×", "100.0 ± 0.0 s")
+    apart = {f.what: f for f in finetune.findings(config, runs + alone)}
+    assert (apart[name].ours, apart["time to 90 %, ResNet"].ours) == ("1.50×", "4.0 ± 0.0 s")
+    other = [replace(alone[0], values={**alone[0].values, "batch": 5})]  # another batch says nothing
+    assert {f.what: f for f in finetune.findings(config, runs + other)}[name].ours == "1.00×"
+    assert "alone" in finetune.figure(config, runs + alone).axes[1].get_xlabel()
+    assert "alone" not in finetune.figure(config, runs + alone[:1]).axes[1].get_xlabel()
+
+
+def test_the_state_in_16_bits_beside_the_usual_one() -> None:
+    config = replace(accuracy_memory.Config.default(), gammas=(0.0, 0.9))
+    units = accuracy_memory.units(config)
+    assert len(units) == 2 + 2 + 3
+    assert [u["seed"] for u in units if u.get("bits") == 16] == [0, 1, 2]
+    slim = {0: 91.0, 1: 91.4, 2: 91.2}
+    records = [
+        Record(u, {"accuracy": slim[u["seed"]] if "bits" in u else 91.5 + u["seed"] / 10, "peak": 100, "held": 1}, {})
+        for u in units
+    ]
+    found = {f.what: f for f in accuracy_memory.findings(config, records)}
+    assert found["16 bits less 32, γ = 0.9"].ours == "-0.40 %"
+    assert found["16 bits less 32, γ = 0.9"].met is False
+    assert found["accuracy over γ"].ours == "91.60 to 91.60 %"  # of the usual state alone
+    fewer = [r for r in records if r["seed"] < 2]
+    assert {f.what: f for f in accuracy_memory.findings(config, fewer)}["16 bits less 32, γ = 0.9"].met is None
+    accuracy_memory.figure(config, [r for r in records if "bits" in r.key])
 
 
 def test_what_holds_for_the_accuracy_over_memory() -> None:

@@ -312,6 +312,23 @@ def test_multistep_is_the_papers() -> None:
     assert [round(rate_at(recipe, epoch * 7, 7), 6) for epoch in (0, 29, 30, 60, 99)] == [0.1, 0.1, 0.01, 0.001, 0.0001]
 
 
+def test_norms_and_biases_need_not_decay() -> None:
+    """With no gradient, what decays shrinks and the rest stays; both are saved and restored."""
+    recipe = Recipe(epochs=1, batch=4, rate=0.1, decay="weights")
+    learner = Learner(build("thin-resnet8", classes=10, gamma=0.9), recipe, steps=1)
+    for p in learner.net.parameters():
+        torch.nn.init.ones_(p)
+        p.grad = torch.zeros_like(p)
+    learner.optimizer.step()
+    for name, p in learner.net.named_parameters():
+        assert bool((p < 1).all()) == (p.ndim > 1), name
+    assert sum(len(group["params"]) for group in learner.optimizer.param_groups) == len(list(learner.net.parameters()))
+    fresh = Learner(build("thin-resnet8", classes=10, gamma=0.9), recipe, steps=1)
+    fresh.restore(learner.state())
+    assert [group["weight_decay"] for group in fresh.optimizer.param_groups] == [5e-4, 0.0]
+    assert all(torch.equal(a, b) for a, b in zip(fresh.net.parameters(), learner.net.parameters(), strict=True))
+
+
 def test_gamma_zero_and_momentum_have_the_same_parameters_by_name() -> None:
     torch.manual_seed(0)
     plain = build("thin-resnet14", classes=10, gamma=0, memory="store").state_dict()

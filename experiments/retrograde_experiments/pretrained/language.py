@@ -22,7 +22,7 @@ from .transfer import GAMMAS, as_momentum, fit, points, steps_of_warmup
 class Config:
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
-    refit_gammas: tuple[float, ...] = (0.0, 0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.8, 0.1)
+    refit_gammas: tuple[float, ...] = (0.0, 0.9, 0.5, 0.99)
     steps: int = 300
     batch: int = 16
     length: int = 256

@@ -3,7 +3,8 @@
     {"experiment": "cifar", "device": "cuda", "config": {...}}
     {"key": {"net": "ResNet-20", "way": "refit", ...}, "values": {"accuracy": 91.2, ...}, "run": {"date": ..., "seconds": ...}}
 
-A line is flushed to the disk when its unit is finished; a last line torn by a kill is dropped. One file takes one setting.
+A line is flushed to the disk when its unit is finished; a last line torn by a kill is dropped. One file takes one setting; but the
+memory mode, which changes no result, may be another from one start to the next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 
 from ..errors import ExperimentError
 from ..metrics import Key, Record, named, write_atomic, writing
+
+FREE = ("memory",)
+"""Settings that change no result."""
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -39,6 +43,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
     return header, records
 
 
+def _fixed(part: Any) -> Any:
+    """A part of a header, without what is free."""
+    return {name: value for name, value in part.items() if name not in FREE} if isinstance(part, dict) else part
+
+
 class Store:
     """A file of metrics, to be added to.
 
@@ -54,7 +63,7 @@ class Store:
         self.path = path
         if path.exists():
             stored, self.records = read(path)
-            differ = [name for name in header if stored.get(name) != header[name]]
+            differ = [name for name in header if _fixed(stored.get(name)) != _fixed(header[name])]
             if differ:
                 changed = "; ".join(f"{name} is {stored.get(name)} there and {header[name]} here" for name in differ)
                 raise ExperimentError(f"{path} holds a run of another setting: {changed}. Use another folder (--out).")

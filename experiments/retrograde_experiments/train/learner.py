@@ -47,7 +47,7 @@ class Learner:
             compile_blocks(net)
         self.wrapped = self.world.wrap(net)
         self.optimizer = torch.optim.SGD(
-            net.parameters(), lr=recipe.rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
+            decaying(net, recipe), lr=recipe.rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
             nesterov=recipe.nesterov,
         )  # fmt: skip
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
@@ -150,6 +150,15 @@ class Learner:
         yield
         for parameter, value in zip(self.net.parameters(), own, strict=True):
             parameter.copy_(value)
+
+
+def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """The parameters, in their order where all decay; else those of more than one dimension first, and the others, which do not."""
+    every = list(net.parameters())
+    if recipe.decay == "all":
+        return [{"params": every}]
+    weights, others = [p for p in every if p.ndim > 1], [p for p in every if p.ndim <= 1]
+    return [{"params": weights}, {"params": others, "weight_decay": 0.0}]
 
 
 def momentum_nets(net: nn.Module) -> Iterator[tuple[str, Any]]:

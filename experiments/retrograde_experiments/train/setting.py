@@ -17,6 +17,7 @@ from ..data import NAMES
 SCHEDULES = ("multistep", "cosine", "onecycle", "constant")
 AMP = ("off", "bf16", "fp16")
 PARALLEL = ("ddp", "fsdp")
+DECAY = ("all", "weights")
 FREE = ("out", "data_dir", "workers", "log_every", "checkpoint_every", "keep", "memory", "tensorboard", "device")
 """Settings that may change between a start and the next: none of them changes what is computed."""
 
@@ -34,7 +35,8 @@ class Recipe:
     rate: float = _option(0.01, "learning rate (its largest, for onecycle and cosine)")
     momentum: float = _option(0.9, "of SGD")
     nesterov: bool = _option(False, "Nesterov's momentum")
-    weight_decay: float = _option(5e-4, "on every parameter")
+    weight_decay: float = _option(5e-4, "on every parameter, or on those of --decay")
+    decay: str = _option("all", "parameters that decay: all, or weights alone (neither norms nor biases)", *DECAY)
     schedule: str = _option("multistep", "of the rate", *SCHEDULES)
     milestones: tuple[int, ...] = _option((180,), "epochs at which multistep multiplies the rate by --factor")
     factor: float = _option(0.1, "of multistep")
@@ -47,7 +49,7 @@ class Recipe:
     ema: float = _option(0.0, "decay of an exponential moving average of the weights, which is then evaluated; 0: off")
 
     def __post_init__(self) -> None:
-        for name, allowed in (("schedule", SCHEDULES), ("amp", AMP)):
+        for name, allowed in (("schedule", SCHEDULES), ("amp", AMP), ("decay", DECAY)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         for name in ("epochs", "batch", "accumulate"):
