@@ -6,16 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from retrograde.core import ops as plain
-from retrograde.core.rational import LIMIT, gain
-
-ratios = st.one_of(
-    st.sampled_from([Fraction(9, 10), Fraction(99, 100), Fraction(1, 2), Fraction(1, 10), Fraction(1), Fraction(0)]),
-    st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p))),
-)
+from retrograde.core.rational import gain
 
 
 def state(

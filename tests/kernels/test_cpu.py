@@ -4,9 +4,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from bodies import ratios, state, step_both
+from bodies import state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ratios import ratios
 
 from retrograde.core import verify
 from retrograde.kernels import cpu, native

@@ -1,0 +1,239 @@
+"""What must hold on a GPU, as a plain script: it needs no test runner and nothing installed but PyTorch, Triton and NumPy.
+
+    PYTHONPATH=src python tests/kernels/gpu_check.py             # every case; exit code 1 if one fails
+    PYTHONPATH=src python tests/kernels/gpu_check.py graph       # cases with this in their name
+
+On a machine without a GPU the same cases run on the CPU (nothing is captured there), which is how they are tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from bodies import state, step_both
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import retrograde as rg
+from retrograde.core import ops
+from retrograde.core.verify import digest, digest_ref, words
+
+Case = Callable[[str], str]
+NINE_TENTHS = Fraction(9, 10)
+
+
+def kernels(device: str) -> Any:
+    assert device in ops.registered, f"there are no kernels for {device}: is Triton installed?"
+    return ops.registered[device]
+
+
+def steps_are_those_of_plain_torch(device: str) -> str:
+    """The integer steps, on and back, by the kernels of the device and by their definition."""
+    ours, count = kernels(device), 0
+    for integers in (torch.int32, torch.int16):
+        for dtype in (torch.float32, torch.bfloat16):
+            for residual in (False, True):
+                for width in (torch.uint8, torch.int16):
+                    drawn = state(NINE_TENTHS, (3, 40_000), width, "contiguous", dtype, 5, integers)
+                    on = tuple(None if t is None else t.to(device) for t in drawn)
+                    found, wanted = step_both(ours, on, NINE_TENTHS, residual, 3)
+                    count += same(found, wanted)
+    return f"{count} tensors"
+
+
+def hash_is_that_of_plain_torch(device: str) -> str:
+    ours, count = kernels(device).digest, 0
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int16, torch.uint8):
+        for shape in ((1,), (1000,), (70_001,), (33, 4097)):
+            t = (torch.randn(shape, device=device) * 50).to(dtype)
+            found = torch.zeros((), dtype=torch.int64, device=device)
+            if not ours(t, found, 3, 1):  # no compiler here
+                digest(t, found, 3, 1)
+            count += same([found], [digest_ref(words(t), 3)])
+    return f"{count} hashes"
+
+
+class Conv(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        parts = [[nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)] for _ in range(2)]
+        self.f = nn.Sequential(*parts[0], nn.ReLU(), *parts[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.f(x))
+
+
+def conv(memory: str, state_bits: int | str = "auto") -> nn.Module:
+    return rg.MomentumNet([Conv(16) for _ in range(12)], form="block", memory=memory, state_bits=state_bits)
+
+
+def transformer(memory: str, state_bits: int | str = "auto") -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    return rg.convert(encoder, memory=memory, state_bits=state_bits)
+
+
+def trained(net: nn.Module, x: Tensor, amp: bool, steps: int = 3) -> list[Tensor]:
+    """Outputs of some steps of training; parameters and buffers after them."""
+    optimizer, outputs = torch.optim.SGD(net.parameters(), 0.01), []
+    torch.manual_seed(1)  # of dropout
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            y = net(x)
+        y.float().square().mean().backward()
+        optimizer.step()
+        outputs.append(y.detach().clone())
+    return [t.detach().clone() for t in (*outputs, *net.parameters(), *net.buffers())]
+
+
+def mode_changes_no_bit(make: Callable[..., nn.Module], x: Tensor) -> str:
+    """reverse and checkpoint against store: float32, autocast, 16-bit state; the default verify."""
+    count, before = 0, torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True  # else weight gradients differ between two plain runs
+    try:
+        for amp, state_bits in ((False, "auto"), (True, "auto"), (True, 16)):
+            found = {}
+            for memory in ("store", "reverse", "checkpoint"):
+                torch.manual_seed(0)
+                found[memory] = trained(make(memory, state_bits).to(x.device), x, amp)
+            count += same(found["reverse"], found["store"]) + same(found["checkpoint"], found["store"])
+    finally:
+        torch.backends.cudnn.deterministic = before
+    return f"{count} tensors"
+
+
+def conv_mode_changes_no_bit(device: str) -> str:
+    torch.manual_seed(2)
+    return mode_changes_no_bit(conv, torch.randn(4, 16, 16, 16).to(device, memory_format=torch.channels_last))
+
+
+def transformer_mode_changes_no_bit(device: str) -> str:
+    """With attention by matrix products: the fused ones' backward passes add in any order."""
+    torch.manual_seed(2)
+    with sdpa_kernel(SDPBackend.MATH):
+        return mode_changes_no_bit(transformer, torch.randn(4, 16, 64).to(device))
+
+
+def graph_capture_of_a_training_step(device: str) -> str:
+    """Forward, backward and optimizer as one CUDA graph, against the same steps taken one by one; the default verify."""
+    x, found = torch.randn(16, 64, device=device), []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)]
+        # a range of its own: one that follows the activations stands still in a graph
+        net = rg.MomentumNet(blocks, memory="reverse", fraction_bits=22).to(device)
+        optimizer, untrained = torch.optim.SGD(net.parameters(), 0.1), next(net.parameters()).detach().clone()
+
+        def step(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        again = in_graph(step, net) if captured and device == "cuda" else step
+        for _ in range(4):
+            again()
+        found.append([p.detach().clone() for p in net.parameters()])
+        assert not torch.equal(found[-1][0], untrained), "the steps have trained nothing"
+    return f"{same(*found)} parameters" + ("" if device == "cuda" else ", nothing captured: there is no GPU")
+
+
+def in_graph(step: Callable[[], None], net: nn.Module) -> Callable[[], None]:
+    """The step as a CUDA graph, the parameters being what they were before it was made."""
+    before = [p.detach().clone() for p in net.parameters()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    with torch.no_grad():
+        for p, value in zip(net.parameters(), before, strict=True):
+            p.copy_(value)
+    return graph.replay
+
+
+class Unsteady(nn.Module):
+    """Draws from NumPy's generator, which nobody puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * float(np.random.rand())  # noqa: NPY002
+
+
+def unsteady_blocks_are_found(device: str) -> str:
+    """At the end of backward on a CPU; on a GPU, which is not waited for, where the next pass begins."""
+    found = []
+    for memory in ("reverse", "checkpoint"):
+        net = rg.MomentumNet([Unsteady() for _ in range(10)], memory=memory).to(device)
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        found.append(f"{memory}: pass {first_refused(net, x)}")
+    return ", ".join(found)
+
+
+def first_refused(net: nn.Module, x: Tensor) -> int:
+    for k in range(2):
+        try:
+            net(x).sum().backward()
+        except rg.ReplayError:
+            return k
+        if x.is_cuda:
+            torch.cuda.synchronize()
+    raise AssertionError("a block that does not repeat itself was not found at the next pass")
+
+
+def same(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> int:
+    """How many tensors there are, which must have the same bits."""
+    count = 0
+    for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert (a is None) == (b is None), f"tensor {k} is there in one of the two only"
+        if a is not None and b is not None:
+            assert torch.equal(a, b), f"tensor {k}, {a.dtype} of shape {tuple(a.shape)}, differs"
+            count += 1
+    return count
+
+
+CASES: tuple[Case, ...] = (
+    steps_are_those_of_plain_torch, hash_is_that_of_plain_torch, conv_mode_changes_no_bit, transformer_mode_changes_no_bit,
+    graph_capture_of_a_training_step, unsteady_blocks_are_found,
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Cases that must hold on a GPU.")
+    parser.add_argument("only", nargs="?", default="", help="cases with this in their name")
+    only: str = parser.parse_args(arguments).only
+    device, failed = "cuda" if torch.cuda.is_available() else "cpu", 0
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}", flush=True)
+    for case in CASES:
+        if only not in case.__name__:
+            continue
+        start, name = time.perf_counter(), case.__name__.replace("_", " ")
+        try:
+            print(f"ok      {name}: {case(device)} ({time.perf_counter() - start:.1f} s)", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED  {name}: {type(error).__name__}: {error}", flush=True)
+            traceback.print_exc(limit=-3)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
