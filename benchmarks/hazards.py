@@ -69,9 +69,12 @@ The default, `verify="auto"`, sees it. In reverse mode v is hashed at every eigh
 and must hash to the same where backward ends; a wrong output anywhere above moves it. In checkpoint mode the output of each block
 is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP
 of two products, on a CPU), so their replay stops where the gradient has all it is made of, and that is hashed (3 %). Of parameters
-this takes the first 4,096 elements: plain autograd, too, holds them as they are. On a CPU the error comes at the end of the
+this takes the first 4,096 elements: plain autograd, too, holds them as they are. Three kinds of saved tensor are left out, because
+libraries leave anything in them: rows of bytes, uint64, and single int64 numbers; `verify="end"` runs a block that saves one
+to its end. On a CPU the error comes at the end of the
 backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
-`verify="end"` raises in time and puts it back, `verify="blocks"` names the block.
+`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by
+block, and an output on which no gradient depends may differ), `verify="blocks"` names the block.
 """
 
 

@@ -98,7 +98,9 @@ def faulty_steps(net: rg.MomentumNet, x: Tensor, steps: int, kept: list[BaseExce
     return failed
 
 
-@pytest.mark.parametrize(("memory", "verify"), [("reverse", "off"), ("reverse", "end"), ("checkpoint", "off")])
+@pytest.mark.parametrize(
+    ("memory", "verify"), [("reverse", "off"), ("reverse", "end"), ("checkpoint", "off"), ("checkpoint", "end")]
+)
 def test_memory_is_back_after_200_faulty_steps_and_the_next_one_is_right(memory: str, verify: str) -> None:
     net, x = network(memory, width=16, verify=verify), torch.randn(1024, 16)
     train(net, x)
@@ -183,10 +185,11 @@ def test_gradients_after_a_failed_replay_are_those_of_plain_autograd(memory: str
     assert all(p.grad is None for b in net.blocks[:2] for p in b.parameters())
 
 
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
 @pytest.mark.parametrize("verify", ["end", "blocks"])
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_gradients_after_a_failed_replay_are_put_back_with_verify(verify: str, accumulated: bool) -> None:
-    net, x = network("reverse", verify=verify), torch.randn(6, 8)
+def test_gradients_after_a_failed_replay_are_put_back_with_verify(memory: str, verify: str, accumulated: bool) -> None:
+    net, x = network(memory, verify=verify), torch.randn(6, 8)
     if accumulated:
         train(net, x)
     before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]

@@ -249,8 +249,8 @@ class Stage:
         else:
             verify, later = "off" if self.dry else self.settings.verify, self.range.later
             later.collect(x)
-            call, version = Call(own, extra, path, verified=verify in ("end", "blocks"), memo=self.memo), x._version
-            kept = Noted(x.detach(), Ledger(1, x.device, later), 0) if verify == "auto" else Kept(x.detach())
+            call, version = Call(own, extra, path, verified=verify == "blocks", memo=self.memo), x._version
+            kept = Kept(x.detach()) if verify == "off" else Noted(x.detach(), Ledger(1, x.device, verify, later), 0)
             frame = Frame(call, kept, 0)
             y = frame.run(x, None if track is None else partial(track.look, k, frame))
             if x._version != version:

@@ -215,12 +215,12 @@ class Frame:
                     f"{self.call.name} did not repeat itself: run again in backward it saved {len(saved)} tensors for autograd, "
                     f"against {len(self.shapes)} in forward, or tensors of other shapes. {WHEN_NOT_REPEATED}"
                 )
+            self.source.check(self.call, saved, y)
         except BaseException:
             saved.clear()  # its tensors know the hooks, and the hooks know it: a circle that nobody else breaks
             self.source.abandon(self.k)
             raise
         try:
-            self.source.check(self.call, saved, y)
             self.source.settle(self.k, y, self.eager)
         except BaseException:
             saved.clear()

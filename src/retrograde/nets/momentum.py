@@ -72,8 +72,9 @@ class MomentumNet(nn.Module):
             compute in bfloat16 or float16: half the bytes to hold and to move, and about the rounding of those dtypes, as
             long as the largest activation is not more than some twenty times the usual one.
         verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
-            not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises at the
-            end on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole output.
+            not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises in the
+            pass itself on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole
+            output.
             "off": blocks with random numbers or state of their own may give wrong gradients.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 

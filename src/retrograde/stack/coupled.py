@@ -109,8 +109,8 @@ class Coupled:
         self.state = Coupling(x0, scheme, fixed, overflow=overflow)
         later = Later() if later is None else later
         self.tape, self.ledger = Proven(self.state, verify, later), None
-        if self.tracked and verify == "auto" and mode == "checkpoint":
-            self.ledger = Ledger(len(scheme.squeezes), x0.device, later)
+        if self.tracked and verify != "off" and mode == "checkpoint":
+            self.ledger = Ledger(len(scheme.squeezes), x0.device, verify, later)
         if self.tracked:
             *self.tokens, self.x = Enter.apply(x0, self.state)
         else:
@@ -144,8 +144,7 @@ class Coupled:
         if not self.tracked or self.mode == "store":
             return like.checked(block(x, *extra.args, **extra.kwargs), name)
         version = x._version
-        verified = self.verify == "blocks" or (self.verify == "end" and self.mode == "checkpoint")
-        call = self.tape.calls[k] = Call(block, extra, name, verified=verified)
+        call = self.tape.calls[k] = Call(block, extra, name, verified=self.verify == "blocks")
         kept = Kept(x.detach()) if self.ledger is None else Noted(x.detach(), self.ledger, k)
         frame = Frame(call, self.tape if self.mode == "reverse" else kept, k)
         y = like.checked(frame.run(x), name)

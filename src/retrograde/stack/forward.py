@@ -67,8 +67,8 @@ class Forward:
         self.later = Later() if later is None else later
         self.tape, self.like, self.take = Proven(self.state, verify, self.later), Like(x0), applied(Step)
         self.ledger: Ledger | None = None
-        if verify == "auto" and self.kept_from < self.stored_from:
-            self.ledger = Ledger(self.stored_from + 1, x0.device, self.later)
+        if verify != "off" and self.kept_from < self.stored_from:
+            self.ledger = self.tape.kept = Ledger(self.stored_from + 1, x0.device, verify, self.later)
         if self.tracked:
             self.xt, self.x = Enter.apply(x0, self.state)
             self.vt = self.state.token()
@@ -124,9 +124,7 @@ class Forward:
         if k >= self.stored_from:
             return self.like.checked(block(x, *extra.args, **extra.kwargs), name)
         kept = k >= self.kept_from
-        # no state leads back to a kept input, nor to v₀'s own block
-        verified = self.verify == "blocks" or (self.verify == "end" and (kept or k < 0))
-        call = self.tape.calls[k] = Call(block, extra, name, verified=verified, memo=self.memo)
+        call = self.tape.calls[k] = Call(block, extra, name, verified=self.verify == "blocks", memo=self.memo)
         frame = Frame(call, self._kept(x.detach(), k) if kept else self.tape, k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, frame)), name)
         if self.tape.lowest is None and frame.shapes and not kept:

@@ -6,7 +6,8 @@ further apart on the way down (by 1/γ a layer), so the one comparison is for al
 
 "checkpoint": block by block, hashes of forward and of the replay must be the same (`Ledger`). A block that ends in a product with
 a parameter would be run to its end for nothing else: its replay stops at the last tensor that autograd has saved, and those are
-hashed, for a gradient is made of them and of nothing else. Of any other block it is the output.
+hashed, for a gradient is made of them and of nothing else. Of any other block it is the output. "blocks" takes outputs always, and
+compares them as the block is run again (`core.call`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..core.call import Call
+from ..core.call import WHEN_NOT_REPEATED, Call
 from ..core.errors import ReplayError
 from ..core.tape import Kept, State, Tape
 from ..core.verify import digest
@@ -65,6 +67,7 @@ class Proven(Tape):
         self.gradients: Gradients | None = None
         self.proved, self.rising = True, False
         self.launched: Ledger | None = None  # no state leads back to what made the initial velocity
+        self.kept: Ledger | None = None  # of the blocks above, whose inputs are kept
 
     def mark(self, k: int) -> None:
         """Forward stands before block k."""
@@ -72,8 +75,8 @@ class Proven(Tape):
             self.marks[k] = self.state.mark()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        if self.verify == "auto" and saved and call is self.calls.get(-1):
-            self.launched = Ledger(1, saved[0].device, self.later)
+        if self.verify != "off" and saved and call is self.calls.get(-1):
+            self.launched = Ledger(1, saved[0].device, self.verify, self.later)
             self.launched.note(0, call, [*saved, y], None)
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
@@ -157,6 +160,8 @@ class Proven(Tape):
         if self.gradients is not None:
             self.gradients.restore()
             self.gradients = None
+        if self.kept is not None:
+            self.kept.undo()
 
 
 def _judge_rewound(moved: Tensor, when: str) -> None:
@@ -171,10 +176,15 @@ class Ledger:
     """Hashes of what the blocks of one pass saved for autograd, and of what their replays saved.
 
     A replay takes its hash off: what is then neither 0 nor untouched has not repeated itself.
+
+    Args:
+        verify: "auto": told `later`, gradients stay as they are; "end": raised before any gradient is made of what the replay has
+            saved, and those of later blocks put back; "blocks": the same, but the calls compare the outputs themselves.
     """
 
-    def __init__(self, blocks: int, device: torch.device, later: Later) -> None:
+    def __init__(self, blocks: int, device: torch.device, verify: str, later: Later) -> None:
         self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
+        self.strict, self.parameters, self.before = verify != "auto", list[Tensor](), dict[int, Gradients]()
         self.noted = torch.zeros(
             blocks, 2, dtype=torch.int64, device=device
         )  # 16 bytes apart: aligned as kernels like it
@@ -184,17 +194,47 @@ class Ledger:
 
     def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None) -> bool:
         """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too."""
-        whole = isinstance(tensors[-1], Tensor) and not _ends_in_product(tensors[-1])
-        self.names[k] = call.name
-        self.picked[k] = {len(tensors) - 1: tensors[-1].numel()} if whole else _picked(call, tensors[:-1], x)
-        if len(tensors) > 1:
+        *saved, y = tensors
+        if self.strict:
+            self.parameters += call.parts.parameters
+        if call.verified:
+            self.picked[k] = {}
+            return True
+        one = isinstance(y, Tensor)
+        picked = None if one and not _ends_in_product(y) else _picked(call, saved, x, self.strict)
+        whole = one and picked is None
+        self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
+        if saved:
             self._add(k, tensors, self.slots[k], 1)
         return whole
 
+    def begin(self) -> None:
+        """A block is about to be run again: if it is the first one of a backward pass, put gradients by."""
+        task = torch._C._current_graph_task_id()
+        if self.strict and task != -1 and task not in self.before:
+            self.before = {task: Gradients(self.parameters)}
+            at_end_of_backward(self.before.clear)
+
+    def undo(self) -> None:
+        for gradients in self.before.values():
+            gradients.restore()
+        self.before.clear()
+
     def check(self, k: int, saved: list[Tensor]) -> None:
         """Its replay saved these."""
+        if not self.picked[k]:
+            return
+        if self.strict:
+            left = self.slots[k].clone()
+            self._add(k, saved, left, -1)
+            if bool(left):
+                raise ReplayError(
+                    f"{self.names[k]} did not repeat itself: run again on the same input, it gave another output, or saved other "
+                    f"values for autograd. {WHEN_NOT_REPEATED}"
+                )
+            return
         task = torch._C._current_graph_task_id()
-        if task == -1 or not self.picked[k]:
+        if task == -1:
             return
         if task not in self.left:
             self.left[task] = self.noted.clone(), set()
@@ -219,7 +259,7 @@ def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
         name = names[next(k for k in names if differs[k].any())]
         raise ReplayError(
             f"the gradients of {when} backward pass are wrong: {name}, run again, saved other values for autograd than in forward. "
-            f"{_KEPT} before that block's own are made."
+            f"{_KEPT} before that block's own are made, and puts the others back."
         )
 
 
@@ -243,25 +283,28 @@ def _ends_in_product(y: Tensor) -> bool:
     return False
 
 
-def _picked(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
-    """Which of the tensors are to be hashed, and how many elements of each at most.
+def _picked(call: Call, saved: list[Tensor], x: Tensor | None, strict: bool) -> dict[int, int] | None:
+    """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
     Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay
-    (instance norm saves copies of them, in one dimension); no bytes in a row, which are libraries' workspaces and may hold
-    anything. Of parameters and buffers the start will do: autograd
+    (instance norm saves copies of them: then the output); no bytes in a row, which are libraries' workspaces and may hold
+    anything, nor what cannot be read (strict: then the output). Of parameters and buffers the start will do: autograd
     too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
+    if call.parts.statistics and any(isinstance(m, _InstanceNorm) for m in call.parts.modules):
+        return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
     seen, picked = set[tuple[int, int]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
-        if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta:
-            continue
-        aside = t.dim() == 1 and (t.dtype == torch.uint8 or bool(call.parts.statistics))
+        aside = type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta
+        aside |= t.dim() == 1 and t.dtype == torch.uint8
         # places of generators, which attention without dropout leaves undefined
         aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
-        place = t.data_ptr()
+        if aside and strict and not t.is_meta:
+            return None
+        place = 0 if aside else t.data_ptr()
         if t.numel() and not aside and place not in known and (place, t.nbytes) not in seen:
             seen.add((place, t.nbytes))
             picked[index] = _START if place in held else t.numel()
@@ -285,6 +328,17 @@ class Noted(Kept):
     def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
         super().__init__(x)
         self.ledger, self.k = ledger, k
+
+    def recall(self, k: int) -> Tensor:
+        self.ledger.begin()
+        try:
+            return super().recall(k)
+        except ReplayError:
+            self.ledger.undo()
+            raise
+
+    def abandon(self, k: int) -> None:
+        self.ledger.undo()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
         self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x)

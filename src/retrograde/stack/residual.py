@@ -49,14 +49,14 @@ def residual(
     """The residual network itself; blocks before `stored_from` keep their input, the others everything."""
     later.collect(x)
     ledger = (
-        Ledger(stored_from, x.device, later)
-        if verify == "auto" and torch.is_grad_enabled() and stored_from > 0
+        Ledger(stored_from, x.device, verify, later)
+        if verify != "off" and torch.is_grad_enabled() and stored_from > 0
         else None
     )
     for k, block in enumerate(blocks):
         name, like = f"block {k}", Like(x)
         if torch.is_grad_enabled() and k < stored_from:
-            call = Call(block, extra, name, verified=verify in ("end", "blocks"), memo=memo)
+            call = Call(block, extra, name, verified=verify == "blocks", memo=memo)
             kept = Kept(x.detach()) if ledger is None else Noted(x.detach(), ledger, k)
             frame = Frame(call, kept, k)
             y = like.checked(frame.run(x, None if look is None else partial(look, k, frame)), name)
