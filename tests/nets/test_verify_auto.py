@@ -12,6 +12,7 @@ import retrograde as rg
 from retrograde.core.call import Extra
 from retrograde.nets import RevNet
 from retrograde.stack import later as later_module
+from retrograde.stack import proof
 from retrograde.stack.forward import Forward
 from retrograde.stack.proof import EVERY
 
@@ -268,7 +269,7 @@ def test_every_tensor_that_the_gradient_is_made_of_counts(make: Callable[[], nn.
 
 
 class Weighted(nn.Module):
-    """A weight that looks like a place of a generator, or like a workspace: the default leaves those out."""
+    """A weight that looks like a place of a generator, or like a workspace, which are left out elsewhere."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -278,14 +279,78 @@ class Weighted(nn.Module):
         return self.linear(x) * self.weights[0]
 
 
+@pytest.mark.parametrize("verify", ["auto", "end"])
 @pytest.mark.parametrize("weight", [torch.tensor(2), torch.full((8,), 2, dtype=torch.uint8)])
-def test_end_leaves_no_tensor_out(weight: Tensor) -> None:
-    net = rg.MomentumNet([Weighted(weight) for _ in range(3)], memory="checkpoint", fraction_bits=22, verify="end")
+def test_no_factor_is_left_out(weight: Tensor, verify: str) -> None:
+    net = rg.MomentumNet([Weighted(weight) for _ in range(3)], memory="checkpoint", fraction_bits=22, verify=verify)
     net(torch.randn(3, 8)).sum().backward()
     y = net(torch.randn(3, 8))
     net.blocks[1].weights[0] = weight + 1
-    with pytest.raises(rg.ReplayError, match="block 1 did not repeat itself"):
+    with pytest.raises(rg.ReplayError, match="block 1"):
         y.sum().backward()
+
+
+class Parallel(nn.Module):
+    """Two products side by side; `scale` is seen in what the first is made of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 8)
+        self.kind, self.scale, self.gain = kind, 1.0, nn.Parameter(torch.ones(8))
+        self.b.requires_grad_(kind != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.b((self.a(x.cos().exp()) * self.scale).tanh())
+        outer = self.c(x.sin())
+        if self.kind == "scaled":
+            return x + self.gain * inner + outer
+        return x + inner - outer
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("kind", ["trained", "frozen", "scaled"])
+def test_products_side_by_side_all_count(kind: str, verify: str) -> None:
+    net = rg.MomentumNet([Parallel(kind) for _ in range(3)], memory="checkpoint", fraction_bits=22, verify=verify)
+    x = torch.randn(3, 8, requires_grad=True)
+    for _ in range(2):
+        net(x).sum().backward()
+    y = net(x)
+    net.blocks[1].scale = 0.5
+    with pytest.raises(rg.ReplayError, match="block 1"):
+        y.sum().backward()
+
+
+def test_of_a_block_that_ends_in_products_their_factors_are_hashed_and_nothing_else(monkeypatch) -> None:
+    """Not what leads to them: for a transformer's layer that would be six times as much."""
+    hashed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(proof, "digest", lambda t, into, seed, sign: hashed.append(tuple(t.shape)))
+    net = rg.MomentumNet([Parallel("trained")], memory="checkpoint", fraction_bits=22)
+    y = net(torch.randn(3, 8, requires_grad=True))
+    assert sorted(hashed) == [(3, 8), (3, 32), (8, 8), (32, 8)]  # x.sin(), tanh(...) and the two weights
+    y.sum().backward()
+    assert len(hashed) == 8
+
+
+def test_products_outside_of_a_block_are_not_asked_for_their_factors() -> None:
+    """What is added as it was given has a history of its own, which another block's replay may be needed for."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, given: Tensor) -> Tensor:
+            return self.linear(x.sin()) + given
+
+    first = rg.MomentumNet([Parallel("trained")], memory="checkpoint", gamma=0, fraction_bits=22)
+    second = rg.MomentumNet([Adds(), Adds()], memory="checkpoint", fraction_bits=22)
+    runs: list[int] = []
+    first.blocks[0].a.register_forward_hook(lambda *_: runs.append(1))
+    given = first(torch.randn(3, 8))
+    y = second(torch.randn(3, 8), given)
+    assert len(runs) == 1
+    y.sum().backward()
+    assert len(runs) == 2
 
 
 class Shifted(nn.Module):

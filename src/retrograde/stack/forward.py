@@ -116,8 +116,7 @@ class Forward:
         v, x = (
             (peaks <= limit).all() for peaks, limit in zip(self.state.watch.unbind(1), self.state.limits, strict=True)
         )
-        with torch.no_grad():  # it is nobody else's yet, and its gradient no other for it
-            return result.mul_(torch.where(v & x, 1.0, float("nan")).to(result.dtype))
+        return result * torch.where(v & x, 1.0, float("nan")).to(result.dtype)
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         x = self.x

@@ -77,7 +77,7 @@ class Proven(Tape):
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if self.verify != "off" and saved and call is self.calls.get(-1):
             self.launched = Ledger(1, saved[0].device, self.verify, self.later)
-            self.launched.note(0, call, [*saved, y], None)
+            self.launched.note(0, call, [*saved, y], None, place())
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if self.launched is not None and call is self.calls[-1]:
@@ -192,8 +192,12 @@ class Ledger:
         self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
         self.thread = SameThread() if device.type == "cuda" else None
 
-    def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None) -> bool:
-        """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too."""
+    def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None, since: int) -> bool:
+        """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too.
+
+        Args:
+            since: the place of the last node of the graph before the block's.
+        """
         *saved, y = tensors
         if self.strict:
             self.parameters += call.parts.parameters
@@ -201,7 +205,8 @@ class Ledger:
             self.picked[k] = {}
             return True
         one = isinstance(y, Tensor)
-        picked = None if one and not _ends_in_product(y) else _picked(call, saved, x, self.strict)
+        ends, factors = _last(y, since) if one else (True, None)
+        picked = _picked(call, saved, x, self.strict, factors) if ends else None
         whole = one and picked is None
         self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
         if saved:
@@ -263,38 +268,58 @@ def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
         )
 
 
-_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "ConvolutionBackward0"}
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "MulBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0",
-    "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0",
+_PRODUCTS = {  # the names of their factors, and which inputs they are
+    "MmBackward0": {"self": 0, "mat2": 1}, "AddmmBackward0": {"mat1": 1, "mat2": 2}, "BmmBackward0": {"self": 0, "mat2": 1},
+    "LinearBackward0": {"input": 0, "weight": 1}, "ConvolutionBackward0": {"input": 0, "weight": 1},
 }  # fmt: skip
+_FACTORS = {**_PRODUCTS, "MulBackward0": {"self": 0, "other": 1}}
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
+    "PermuteBackward0", "ToCopyBackward0",
+}  # fmt: skip
+_MOST = 32  # nodes to look at
 
 
-def _ends_in_product(y: Tensor) -> bool:
-    """Whether the last thing that a block does, for which autograd saves anything, is a matrix product or a convolution."""
-    nodes = [y.grad_fn]
+def place() -> int:
+    """Of the next node in autograd's graph."""
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr()  # type: ignore[union-attr]
+
+
+def _last(y: Tensor, since: int) -> tuple[bool, list[Tensor] | None]:
+    """Whether the last things a block does, for which autograd saves anything, are matrix products or convolutions; and what these
+    are made of, if autograd has all of it and nothing else goes into y but what the block was given."""
+    nodes, ends, factors, all_of_it = [y.grad_fn], False, list[Tensor](), True
     for node in nodes:
-        if node is None or len(nodes) > 8:
+        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
             continue
-        if node.name() in _PRODUCTS:
-            return True
-        if node.name() in _LINEAR:
-            nodes += [following for following, _ in node.next_functions]
-    return False
+        name = node.name()
+        if (name not in _FACTORS and name not in _LINEAR) or len(nodes) > _MOST:
+            all_of_it = False
+            continue
+        made = {at: getattr(node, f"_saved_{factor}") for factor, at in _FACTORS.get(name, {}).items()}
+        ends |= name in _PRODUCTS
+        factors += [t for t in made.values() if t is not None]
+        nodes += [following for at, (following, _) in enumerate(node.next_functions) if made.get(at) is None]
+    return ends, factors if all_of_it else None
 
 
-def _picked(call: Call, saved: list[Tensor], x: Tensor | None, strict: bool) -> dict[int, int] | None:
+def _picked(
+    call: Call, saved: list[Tensor], x: Tensor | None, strict: bool, factors: list[Tensor] | None
+) -> dict[int, int] | None:
     """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
-    Not the block's input, which is kept; not running statistics, on which no gradient depends and which are put aside in a replay
-    (instance norm saves copies of them: then the output); no bytes in a row, which are libraries' workspaces and may hold
-    anything, nor what cannot be read (strict: then the output). Of parameters and buffers the start will do: autograd
-    too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
+    If there are `factors`, those. Else all but the block's input, which is kept; running statistics, on which no gradient depends and
+    which are put aside in a replay (instance norm saves copies of them: then the output); bytes in a row, which are libraries'
+    workspaces and may hold anything, and what cannot be read (strict: then the output). Of parameters and buffers the start will do:
+    autograd too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
-    if call.parts.statistics and any(isinstance(m, _InstanceNorm) for m in call.parts.modules):
+    if factors is None and call.parts.statistics and any(isinstance(m, _InstanceNorm) for m in call.parts.modules):
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
+    wanted = None if factors is None else {_whereabouts(t) for t in factors}
     seen, picked = set[tuple[int, int]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
@@ -302,13 +327,22 @@ def _picked(call: Call, saved: list[Tensor], x: Tensor | None, strict: bool) -> 
         aside |= t.dim() == 1 and t.dtype == torch.uint8
         # places of generators, which attention without dropout leaves undefined
         aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
-        if aside and strict and not t.is_meta:
+        where = _whereabouts(t)
+        if wanted is not None and where not in wanted:
+            continue
+        if aside and (wanted is not None or strict) and not t.is_meta:
             return None
-        place = 0 if aside else t.data_ptr()
-        if t.numel() and not aside and place not in known and (place, t.nbytes) not in seen:
-            seen.add((place, t.nbytes))
-            picked[index] = _START if place in held else t.numel()
+        if t.numel() and not aside and where[0] not in known and where not in seen:
+            seen.add(where)
+            picked[index] = _START if where[0] in held else t.numel()
     return picked
+
+
+def _whereabouts(t: Tensor) -> tuple[int, int]:
+    """Address and bytes."""
+    t = getattr(t, "_local_tensor", t)
+    plain = type(t) in (Tensor, Parameter) and t.layout == torch.strided and not t.is_meta
+    return (t.data_ptr(), t.nbytes) if plain else (-1, 1)
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -327,7 +361,7 @@ class Noted(Kept):
 
     def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
         super().__init__(x)
-        self.ledger, self.k = ledger, k
+        self.ledger, self.k, self.since = ledger, k, place()
 
     def recall(self, k: int) -> Tensor:
         self.ledger.begin()
@@ -341,7 +375,7 @@ class Noted(Kept):
         self.ledger.undo()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x)
+        self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x, self.since)
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         self.ledger.check(self.k, [*saved, y])
