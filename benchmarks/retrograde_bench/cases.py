@@ -33,7 +33,8 @@ class Case:
         shape: of one example; `batch`: how many.
         autocast: the dtype of autocast, or None for float32 (matrix products and convolutions in TF32 where there is any).
         layout: memory format of images.
-        options: what else is measured: "budgets" (a sweep over budgets), "whole" (compiled as one graph).
+        options: what else is measured: "budgets" (a sweep over budgets), "whole" (compiled as one graph), "deep" (steps of
+            two layers).
         share: of checkpoint's memory, that the "fitted" methods are given.
     """
 
@@ -95,7 +96,9 @@ _ALL = (
         "transformer-L24-bf16", "transformer L24, 64×512, bf16", 24, 4, 64, 512, autocast=_BF16, options=("budgets", "whole"),
         share=0.6,
     ),
-    _transformer("transformer-L96-bf16", "transformer L96, 32×512, bf16", 96, 8, 32, 512, autocast=_BF16, share=0.35),
+    _transformer(
+        "transformer-L96-bf16", "transformer L96, 32×512, bf16", 96, 8, 32, 512, autocast=_BF16, share=0.35, options=("deep",)
+    ),
     _transformer("transformer-L96-fp32", "transformer L96, 32×512, fp32", 96, 8, 32, 512, share=0.25),
     _transformer("transformer-16k-bf16", "transformer L24, 1×16384, bf16", 24, 4, 1, 16384, autocast=_BF16),
     *(_resnet152(batch, bf16) for batch in (64, 320) for bf16 in (False, True)),

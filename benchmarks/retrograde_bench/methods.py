@@ -251,6 +251,10 @@ def _low(case: Case) -> bool:
     return case.autocast is not None
 
 
+def _deep(case: Case) -> bool:
+    return "deep" in case.options
+
+
 def _sweep(case: Case) -> bool:
     return "budgets" in case.options
 
@@ -272,6 +276,13 @@ def _fitted() -> list[Method]:
         _ours(
             "fitted-branch-16bit", f'{aim}, form="branch", state_bits=16', "auto", form="branch", budget=FITTED, state_bits=16,
             applies=narrow_tokens,
+        ),
+        _ours(
+            "fitted-every2", f"{aim}, one momentum step for two layers", "auto", form="branch", budget=FITTED, every=2, applies=_deep
+        ),
+        _ours(
+            "fitted-16bit-every2", f"{aim}, one momentum step for two layers, state_bits=16", "auto", form="branch", budget=FITTED,
+            every=2, state_bits=16, applies=_deep,
         ),
     ]  # fmt: skip
 

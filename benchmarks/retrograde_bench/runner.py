@@ -104,9 +104,9 @@ def _alone(
         else:
             row = replace(row, peak=peak(step, device))
         row = replace(row, uncached=row.peak)
-        if setup.case.autocast is not None and not method.compiles and not method.graphed:
+        ours = method.twin is not None  # which keep no weights that autocast has cast
+        if setup.case.autocast is not None and not method.compiles and not method.graphed and not ours:
             bare = training_step(method, net, x, setup.case, cached=False)
-            bare()  # a plan may be made anew for it
             row = replace(row, uncached=peak(bare, device))
     except Missing as error:
         row = replace(row, status="not run", note=str(error))

@@ -88,13 +88,14 @@ def free(device: torch.device) -> None:
 class Agreement:
     """Whether a method's gradients are, to the bit, those of its twin that keeps everything.
 
-    The twin's gradients are kept for the next method with the same twin. Where they differ, both steps are repeated with
-    deterministic algorithms: some of cuDNN's weight gradients and all fused attention backward passes add in any order, and differ
-    between two runs of the plain network as well.
+    The twins' gradients are kept for the next methods with the same twin. Where they differ, both steps are repeated with
+    deterministic algorithms, and so are those of all further methods: some of cuDNN's weight gradients and all fused attention
+    backward passes add in any order, and differ between two runs of the plain network as well.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.key, self.mode = x, "", ""
+        self.x, self.steady = x, True
+        self.twins: dict[str, tuple[str, list[Tensor]]] = {}  # by name: the mode it ran in, its gradients
         self.expected: list[Tensor] = []
 
     def check(self, method: Method, setup: Setup, net: nn.Module) -> str:
@@ -103,36 +104,38 @@ class Agreement:
         Returns:
             "equal", "equal (deterministic)" or "differs in …", with the twin's mode if that is not "store".
         """
-        assert method.twin is not None
-        if self.key != method.twins:
-            self.forget()
-            self.mode = self._remember(method, setup)
-            self.key = method.twins
-        worst = self._differing(method, setup, net)
-        found = "equal"
-        if worst:
+        found, worst, mode = "equal", 0, ""
+        if self.steady:
+            mode = self._remember(method, setup)
+            worst = self._differing(method, setup, net)
+            if worst:
+                self.forget()
+        else:
+            training_step(method, net, self.x, setup.case)()
+        if worst or not self.steady:
+            self.steady = False
             with deterministic():
-                self.mode = self._remember(method, setup)
+                mode = self._remember(method, setup)
                 worst = self._differing(method, setup, method.build(roomy(setup)))
             found = f"differs in {worst} of {len(self.expected)}" if worst else "equal (deterministic)"
-            self.forget()
-        return found if self.mode == "store" else f"{found}, against {self.mode}"
+        return found if mode == "store" else f"{found}, against {mode}"
 
     def forget(self) -> None:
-        self.key, self.expected = "", []
+        self.twins, self.expected = {}, []
 
     def _remember(self, method: Method, setup: Setup) -> str:
-        """Take the twin's gradients; the mode it ran in: "store", or "checkpoint" if that does not fit."""
+        """Have the twin's gradients; the mode it ran in: "store", or "checkpoint" if that does not fit."""
         assert method.twin is not None
-        self.expected = []
-        try:
-            self.expected = self._gradients(method, method.twin(setup, "store"), setup)
-            return "store"
-        except torch.OutOfMemoryError:
-            pass
-        free(self.x.device)
-        self.expected = self._gradients(method, method.twin(setup, "checkpoint"), setup)
-        return "checkpoint"
+        if method.twins not in self.twins:
+            try:
+                mode, gradients = "store", self._gradients(method, method.twin(setup, "store"), setup)
+            except torch.OutOfMemoryError:
+                self.forget()
+                free(self.x.device)
+                mode, gradients = "checkpoint", self._gradients(method, method.twin(setup, "checkpoint"), setup)
+            self.twins[method.twins] = mode, gradients
+        mode, self.expected = self.twins[method.twins]
+        return mode
 
     def _gradients(self, method: Method, net: nn.Module, setup: Setup) -> list[Tensor]:
         zero_gradients(setup, self.x)
