@@ -18,9 +18,10 @@ from .errors import ExperimentError
 from .findings import Finding
 from .metrics import CONFIG, Record, read_config, read_metrics, write_atomic, writing
 from .registry import MODULES, load
-from .run import FIGURE, complete
+from .run import FIGURE, complete, missing
 
 NOT_RUN = "not run"
+FEW = 4  # missing units are named up to so many
 MARKS = {True: "met", False: "not met", None: ""}
 
 
@@ -39,6 +40,7 @@ class Row:
     took: str = ""
     done: int = 0
     total: int = 0
+    missing: tuple[str, ...] = ()
     figure: Path | None = None
 
     @property
@@ -105,6 +107,7 @@ def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
     return Row(
         name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
         _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)), done, total,
+        missing(experiment, config, records),
         figure if figure.exists() else None,
     )  # fmt: skip
 
@@ -193,7 +196,8 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if not row.ran:
         return [*facts, ("ours", NOT_RUN)]
     if row.done < row.total:
-        facts.append(("state", row.status))
+        few = f" (missing: {'; '.join(row.missing)})" if len(row.missing) <= FEW else ""
+        facts.append(("state", row.status + few))
     facts.append(("our setting", row.setting + (f" (preset {row.preset})" if row.preset else "")))
     if "differs" in row.paper:
         facts.append(("what differs", row.paper["differs"]))
