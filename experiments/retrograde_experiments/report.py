@@ -52,7 +52,7 @@ class Row:
         if not self.ran:
             return NOT_RUN
         if self.done < self.total:
-            return f"unfinished: {self.done} of {self.total} units"
+            return f"{self.done} of {self.total} units run"
         asked = [found.met for *_, found in self.numbers if found is not None and found.met is not None]
         if not asked:
             return "run"
@@ -161,7 +161,13 @@ def markdown(table: list[Row], base: Path) -> str:
     lines = ["# The paper, reproduced", "", _lead(table), "", "| experiment | in the paper | state |", "|---|---|---|"]
     lines += [f"| [{row.name}](#{row.name}) | {row.paper['where']} | {row.status} |" for row in table]
     for row in table:
-        lines += ["", f"## {row.name}", "", f"{row.paper['title']} ({row.paper['where']}). {row.paper['shows']}", ""]
+        lines += [
+            "",
+            f"## {row.name}",
+            "",
+            f"{row.paper['title']} ({row.paper['where']}). In the paper: {row.paper['shows']}",
+            "",
+        ]
         if row.numbers or row.ran:
             lines += ["| | paper | ours | should be | |", "|---|---|---|---|---|"]
             lines += ["| " + " | ".join(_cell(c) for c in cells) + " |" for cells in _cells(row)]
@@ -253,7 +259,7 @@ def _section(row: Row) -> str:
     return f"""<section id="{row.name}">
 <h2>{escape(row.paper["title"])} <span class="badge {_class(row)}">{escape(row.status)}</span></h2>
 <p class="where"><code>{escape(row.name)}</code> · {escape(row.paper["where"])}</p>
-<p>{escape(row.paper["shows"])}</p>
+<p>In the paper: {escape(row.paper["shows"])}</p>
 {picture}{_table(row)}
 <dl>{facts}<dt>command</dt><dd><code>{escape(row.command)}</code></dd></dl>
 </section>
