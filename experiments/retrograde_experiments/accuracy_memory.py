@@ -166,19 +166,20 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     for gamma in config.narrow:
         wide, slim = of(records, gamma), of(records, gamma, 16)
         if wide and slim:
-            found += _narrow(gamma, wide, slim)
+            found += _narrow(config, gamma, wide, slim)
     return found
 
 
-def _narrow(gamma: float, wide: list[Record], slim: list[Record]) -> list[Finding]:
+def _narrow(config: Config, gamma: float, wide: list[Record], slim: list[Record]) -> list[Finding]:
     """The state in 16 bits against the usual one: accuracy, and memory."""
     ours, theirs = ([r["accuracy"] for r in part] for part in (slim, wide))
     gap, room = mean(ours) - mean(theirs), sum(stdev(v) if len(v) > 1 else 0.0 for v in (ours, theirs))
     enough = min(len(ours), len(theirs)) >= 3
     peaks = f"{human(mean(r['peak'] for r in slim))} : {human(mean(r['peak'] for r in wide))}"
+    seeds = [f" ({len(v)} of {config.narrow_repeats} seeds)" * (len(v) < config.narrow_repeats) for v in (ours, theirs)]
     return [
-        Finding(f"accuracy with 16 bits, γ = {gamma:g}", spread(ours, ".2f", " %")),
-        Finding(f"accuracy with 32 bits, γ = {gamma:g}", spread(theirs, ".2f", " %")),
+        Finding(f"accuracy with 16 bits, γ = {gamma:g}", spread(ours, ".2f", " %") + seeds[0]),
+        Finding(f"accuracy with 32 bits, γ = {gamma:g}", spread(theirs, ".2f", " %") + seeds[1]),
         Finding(
             f"16 bits less 32, γ = {gamma:g}", f"{gap:+.2f} %",
             f"≥ −{room:.2f} %, the seeds' spread" if enough else "within the seeds' spread",

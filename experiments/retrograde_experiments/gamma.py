@@ -165,7 +165,7 @@ def figure(config: Config, records: list[Record]) -> Any:
                 list(curve), list(curve.values()), f"o{line}", color=colour, label=f"γ = {end:g}, {name}", markersize=4
             )
     axis.set(xlabel="γ′ at test time", ylabel="test accuracy, %", title=f"{config.model}, {config.data}")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, handlelength=4)  # long enough to tell dashes from dots
     return picture
 
 

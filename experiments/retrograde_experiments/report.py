@@ -18,9 +18,10 @@ from .errors import ExperimentError
 from .findings import Finding
 from .metrics import CONFIG, Record, read_config, read_metrics, write_atomic, writing
 from .registry import MODULES, load
-from .run import FIGURE, complete
+from .run import FIGURE, complete, missing
 
 NOT_RUN = "not run"
+FEW = 4  # missing units are named up to so many
 MARKS = {True: "met", False: "not met", None: ""}
 
 
@@ -39,6 +40,7 @@ class Row:
     took: str = ""
     done: int = 0
     total: int = 0
+    missing: tuple[str, ...] = ()
     figure: Path | None = None
 
     @property
@@ -50,7 +52,7 @@ class Row:
         if not self.ran:
             return NOT_RUN
         if self.done < self.total:
-            return f"unfinished: {self.done} of {self.total} units"
+            return f"{self.done} of {self.total} units run"
         asked = [found.met for *_, found in self.numbers if found is not None and found.met is not None]
         if not asked:
             return "run"
@@ -105,6 +107,7 @@ def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
     return Row(
         name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
         _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)), done, total,
+        missing(experiment, config, records),
         figure if figure.exists() else None,
     )  # fmt: skip
 
@@ -158,7 +161,13 @@ def markdown(table: list[Row], base: Path) -> str:
     lines = ["# The paper, reproduced", "", _lead(table), "", "| experiment | in the paper | state |", "|---|---|---|"]
     lines += [f"| [{row.name}](#{row.name}) | {row.paper['where']} | {row.status} |" for row in table]
     for row in table:
-        lines += ["", f"## {row.name}", "", f"{row.paper['title']} ({row.paper['where']}). {row.paper['shows']}", ""]
+        lines += [
+            "",
+            f"## {row.name}",
+            "",
+            f"{row.paper['title']} ({row.paper['where']}). In the paper: {row.paper['shows']}",
+            "",
+        ]
         if row.numbers or row.ran:
             lines += ["| | paper | ours | should be | |", "|---|---|---|---|---|"]
             lines += ["| " + " | ".join(_cell(c) for c in cells) + " |" for cells in _cells(row)]
@@ -193,7 +202,8 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if not row.ran:
         return [*facts, ("ours", NOT_RUN)]
     if row.done < row.total:
-        facts.append(("state", row.status))
+        few = f" (missing: {'; '.join(row.missing)})" if len(row.missing) <= FEW else ""
+        facts.append(("state", row.status + few))
     facts.append(("our setting", row.setting + (f" (preset {row.preset})" if row.preset else "")))
     if "differs" in row.paper:
         facts.append(("what differs", row.paper["differs"]))
@@ -249,7 +259,7 @@ def _section(row: Row) -> str:
     return f"""<section id="{row.name}">
 <h2>{escape(row.paper["title"])} <span class="badge {_class(row)}">{escape(row.status)}</span></h2>
 <p class="where"><code>{escape(row.name)}</code> · {escape(row.paper["where"])}</p>
-<p>{escape(row.paper["shows"])}</p>
+<p>In the paper: {escape(row.paper["shows"])}</p>
 {picture}{_table(row)}
 <dl>{facts}<dt>command</dt><dd><code>{escape(row.command)}</code></dd></dl>
 </section>

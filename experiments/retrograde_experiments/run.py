@@ -197,6 +197,12 @@ def complete(experiment: Experiment, config: Any, records: list[Record]) -> tupl
     return len(wanted & {named(record.key) for record in records}), len(wanted)
 
 
+def missing(experiment: Experiment, config: Any, records: list[Record]) -> tuple[str, ...]:
+    """The units that are not finished, by name."""
+    there = {named(record.key) for record in records}
+    return tuple(name for unit in experiment.units(config) if (name := named(unit)) not in there)
+
+
 def available(device: str) -> torch.device:
     """The device, if it is there."""
     try:

@@ -229,8 +229,32 @@ def test_seconds_are_those_of_an_epoch_alone_where_measured() -> None:
     assert (apart[name].ours, apart["time to 90 %, ResNet"].ours) == ("1.50×", "4.0 ± 0.0 s")
     other = [replace(alone[0], values={**alone[0].values, "batch": 5})]  # another batch says nothing
     assert {f.what: f for f in finetune.findings(config, runs + other)}[name].ours == "1.00×"
-    assert "alone" in finetune.figure(config, runs + alone).axes[1].get_xlabel()
-    assert "alone" not in finetune.figure(config, runs + alone[:1]).axes[1].get_xlabel()
+    for timed, said, dashed in ((alone, "alone)", 0), (alone[:1], "dashed", 1), ([], "training", 0)):
+        axis = finetune.figure(config, runs + timed).axes[1]
+        assert said in axis.get_xlabel()
+        assert [line.get_linestyle() for line in axis.lines].count("--") == dashed
+
+
+def test_an_accuracy_counts_once_gamma_has_its_last_value() -> None:
+    """Before, the network is hardly a momentum network; and a bar that was missed is said."""
+    config = replace(finetune.Config.default(), warm=2)
+
+    def training(net: str, seed: int, batch: int, accuracy: list[float]) -> Record:
+        values = {"batch": batch, "reserved": 1, "seconds": [10.0 * k for k in range(5)], "accuracy": accuracy}
+        return Record({"phase": "train", "net": net, "seed": seed}, values, {})
+
+    runs = [training("resnet", s, 6, [50, 92, 93, 93, 94]) for s in range(3)]
+    runs += [training("momentum", s, 11 - s // 2, [50, 95, 95, 80, 91 - 2 * (s == 0)]) for s in range(3)]
+    runs += [training("reference", s, 4 - s, [50, 60, 70, 70, 60]) for s in range(2)]
+    found = {f.what: f for f in finetune.findings(config, runs)}
+    assert found["best accuracy, Momentum ResNet"].ours == "90.3 ± 1.2 %"
+    assert found["time to 90 %, Momentum ResNet"].ours == "2 of 3 seeds reach it"
+    assert found["time to 90 %, ResNet"].ours == "10.0 ± 0.0 s"
+    ratio = found["time to 90 %, Momentum over ResNet"]
+    assert (ratio.ours, ratio.met) == ("2 of 3 seeds reach it", False)
+    assert found["last accuracy, momentumnet 0.10"].ours == "60.0 ± 0.0 % (2 of 3 seeds)"
+    labels = [text.get_text() for text in finetune.figure(config, runs).axes[1].get_legend().get_texts()]
+    assert labels[1:] == ["Momentum ResNet, batch 10, 11", "momentumnet 0.10, batch 3, 4 (2 of 3 seeds)"]
 
 
 def test_the_state_in_16_bits_beside_the_usual_one() -> None:
@@ -247,8 +271,9 @@ def test_the_state_in_16_bits_beside_the_usual_one() -> None:
     assert found["16 bits less 32, γ = 0.9"].ours == "-0.40 %"
     assert found["16 bits less 32, γ = 0.9"].met is False
     assert found["accuracy over γ"].ours == "91.60 to 91.60 %"  # of the usual state alone
-    fewer = [r for r in records if r["seed"] < 2]
-    assert {f.what: f for f in accuracy_memory.findings(config, fewer)}["16 bits less 32, γ = 0.9"].met is None
+    fewer = {f.what: f for f in accuracy_memory.findings(config, [r for r in records if r["seed"] < 2])}
+    assert fewer["16 bits less 32, γ = 0.9"].met is None
+    assert fewer["accuracy with 16 bits, γ = 0.9"].ours == "91.20 ± 0.28 % (2 of 3 seeds)"
     accuracy_memory.figure(config, [r for r in records if "bits" in r.key])
 
 

@@ -26,6 +26,8 @@ class Config:
     depths: tuple[int, ...] = (56, 20)
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
+    refit_gammas: tuple[float, ...] = (0.0, 0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.8, 0.1, 0.6)
+    warmup_gammas: tuple[float, ...] = (0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.8, 0.1)
     epochs: int = 2
     batch: int = 256
     rate: float = 0.05
@@ -39,7 +41,18 @@ class Config:
 
     @classmethod
     def smoke(cls) -> Config:
-        return cls((14,), (0.0, 0.9), epochs=1, batch=8, batches=2, train_images=16, test_images=20, memory="auto")
+        return cls(
+            (14,),
+            (0.0, 0.9),
+            refit_gammas=(0.0, 0.9),
+            warmup_gammas=(0.9,),
+            epochs=1,
+            batch=8,
+            batches=2,
+            train_images=16,
+            test_images=20,
+            memory="auto",
+        )
 
     @classmethod
     def default(cls) -> Config:
@@ -48,7 +61,18 @@ class Config:
     @classmethod
     def small(cls) -> Config:
         """For a CPU: part of the images, and one short refit."""
-        return cls((20,), (0.0, 0.5, 0.9), ("zero",), epochs=1, batch=64, batches=4, train_images=640, test_images=500)
+        return cls(
+            (20,),
+            (0.0, 0.5, 0.9),
+            ("zero",),
+            (0.0, 0.5, 0.9),
+            (0.5, 0.9),
+            epochs=1,
+            batch=64,
+            batches=4,
+            train_images=640,
+            test_images=500,
+        )
 
     def setting(self) -> str:
         images = "all test images" if self.test_images == 10_000 else f"{self.test_images} test images"
@@ -60,7 +84,11 @@ class Config:
 
 
 def units(config: Config) -> list[Key]:
-    found = points(config.gammas, config.velocities, WAYS[:2]) + points(config.gammas, ["zero"], WAYS[2:])
+    found = [
+        *points(config.gammas, config.velocities, WAYS[:2]),
+        *points(config.refit_gammas, ["zero"], ["refit"]),
+        *points(config.warmup_gammas, ["zero"], ["warmup"]),
+    ]
     return [{"net": f"ResNet-{depth}", **point} for point in found for depth in config.depths]
 
 

@@ -24,7 +24,8 @@ from .transfer import GAMMAS, as_momentum, fit, points, steps_of_warmup
 class Config:
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
-    refit_gammas: tuple[float, ...] = (0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.1)
+    refit_gammas: tuple[float, ...] = (0.9, 0.5, 0.99, 0.7, 0.95, 0.3)
+    warmup_gammas: tuple[float, ...] = (0.9, 0.5, 0.99, 0.7, 0.95)
     steps: int = 300
     batch: int = 64
     rate: float = 2e-4
@@ -35,7 +36,7 @@ class Config:
 
     @classmethod
     def smoke(cls) -> Config:
-        return cls((0.0, 0.9), ("zero",), (0.9,), steps=2, batch=4)
+        return cls((0.0, 0.9), ("zero",), (0.9,), (0.9,), steps=2, batch=4)
 
     @classmethod
     def default(cls) -> Config:
@@ -44,7 +45,7 @@ class Config:
     @classmethod
     def small(cls) -> Config:
         """For a CPU: a few sentences and steps."""
-        return cls((0.0, 0.5, 0.9), ("zero",), (0.9,), steps=5, batch=16, sentences=240)
+        return cls((0.0, 0.5, 0.9), ("zero",), (0.9,), (0.9,), steps=5, batch=16, sentences=240)
 
     def setting(self) -> str:
         return (
@@ -57,7 +58,8 @@ class Config:
 def units(config: Config) -> list[Key]:
     return [
         *points(config.gammas, config.velocities, ["converted"]),
-        *points(config.refit_gammas, ["zero"], ["refit", "warmup"]),
+        *points(config.refit_gammas, ["zero"], ["refit"]),
+        *points(config.warmup_gammas, ["zero"], ["warmup"]),
     ]
 
 
