@@ -113,11 +113,18 @@ class Agreement:
         else:
             training_step(method, net, self.x, setup.case)()
         if worst or not self.steady:
-            self.steady = False
-            with deterministic():
-                mode = self._remember(method, setup)
-                worst = self._differing(method, setup, method.build(roomy(setup)))
-            found = f"differs in {worst} of {len(self.expected)}" if worst else "equal (deterministic)"
+            self.steady, found = False, ""
+            try:
+                with deterministic():
+                    mode = self._remember(method, setup)
+                    worst = self._differing(method, setup, method.build(roomy(setup)))
+                found = f"differs in {worst} of {len(self.expected)}" if worst else "equal (deterministic)"
+            except torch.OutOfMemoryError:
+                pass
+            if not found:  # the row's other figures stand
+                self.forget()
+                free(self.x.device)
+                return "not compared: attention by matrix products does not fit"
         return found if mode == "store" else f"{found}, against {mode}"
 
     def forget(self) -> None:
@@ -126,14 +133,17 @@ class Agreement:
     def _remember(self, method: Method, setup: Setup) -> str:
         """Have the twin's gradients; the mode it ran in: "store", or "checkpoint" if that does not fit."""
         assert method.twin is not None
-        if method.twins not in self.twins:
+        for mode in ("store", "checkpoint"):
+            if method.twins in self.twins:
+                break
             try:
-                mode, gradients = "store", self._gradients(method, method.twin(setup, "store"), setup)
+                self.twins[method.twins] = mode, self._gradients(method, method.twin(setup, mode), setup)
             except torch.OutOfMemoryError:
+                if mode == "checkpoint":
+                    raise
+            if method.twins not in self.twins:  # here, where the error and what it holds is gone
                 self.forget()
                 free(self.x.device)
-                mode, gradients = "checkpoint", self._gradients(method, method.twin(setup, "checkpoint"), setup)
-            self.twins[method.twins] = mode, gradients
         mode, self.expected = self.twins[method.twins]
         return mode
 

@@ -41,7 +41,13 @@ def _step(x: Tensor, v: Tensor, i: Any, y: Tensor, *others: Any) -> None:
         y.float()
 
 
-registered[FakeTensor] = SimpleNamespace(advance_=_step, pull_=_nothing, retreat_=_step, carry=_nothing)
+def _encode(x: Tensor, *others: Any) -> bool:
+    """Whether the tensor's device has a kernel for it, which makes nothing else."""
+    return hasattr(registered.get(x.device.type), "encode")
+
+
+_BODIES = {"advance_": _step, "pull_": _nothing, "retreat_": _step, "carry": _nothing, "encode": _encode}
+registered[FakeTensor] = SimpleNamespace(**_BODIES)
 
 
 class Meter(TorchDispatchMode):
