@@ -321,12 +321,15 @@ def _picked(
 ) -> dict[int, int] | None:
     """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
-    If there are `factors`, those. Else all but the block's input, which is kept; running statistics, on which no gradient depends and
-    which are put aside in a replay (instance norm saves copies of them: then the output); bytes in a row, which are libraries'
-    workspaces and may hold anything, and what cannot be read (strict: then the output). Of parameters and buffers the start will do:
-    autograd too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
+    If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
+    trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
+    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
+    output); bytes in a row, which are libraries' workspaces and may hold anything, and what cannot be read (strict: then the
+    output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
+    `.data` is noticed, and those are to whole tensors.
     """
-    if factors is None and call.parts.statistics and any(isinstance(m, _InstanceNorm) for m in call.parts.modules):
+    copies = bool(call.parts.statistics) and any(isinstance(m, _InstanceNorm) for m in call.parts.modules)
+    if factors is None and copies:
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
@@ -339,6 +342,8 @@ def _picked(
         aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
         where = _whereabouts(t)
         factor = factors is None or index in factors
+        if not factor and (copies or where[0] in held):
+            continue
         if aside and factor and (factors is not None or strict) and not t.is_meta:
             return None
         if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
@@ -362,9 +367,13 @@ def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
 
 
 def _start(t: Tensor, most: int) -> Tensor:
-    """The first elements of a tensor in memory, if it lies there without gaps."""
-    t = getattr(t, "_local_tensor", t)
-    return t.detach().as_strided((most,), (1,)) if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()) else t
+    """At most so many elements from the beginning of a tensor, without a copy; the first in memory, if it lies there without gaps."""
+    t = getattr(t, "_local_tensor", t).detach()
+    if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()):
+        return t.as_strided((most,), (1,))
+    while t.numel() > most and t.dim() > 1:
+        t = t[0]
+    return t[:most]
 
 
 class Noted(Kept):
