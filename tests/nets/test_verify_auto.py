@@ -320,15 +320,17 @@ def test_products_side_by_side_all_count(kind: str, verify: str) -> None:
         y.sum().backward()
 
 
-def test_of_a_block_that_ends_in_products_their_factors_are_hashed_and_nothing_else(monkeypatch) -> None:
-    """Not what leads to them: for a transformer's layer that would be six times as much."""
+def test_of_a_block_that_ends_in_products_their_factors_are_hashed_and_of_the_rest_the_start(monkeypatch) -> None:
+    """Not all of what leads to them: for a transformer's layer that would be six times as much."""
+    monkeypatch.setattr(proof, "_START", 5)
     hashed: list[tuple[int, ...]] = []
     monkeypatch.setattr(proof, "digest", lambda t, into, seed, sign: hashed.append(tuple(t.shape)))
     net = rg.MomentumNet([Parallel("trained")], memory="checkpoint", fraction_bits=22)
     y = net(torch.randn(3, 8, requires_grad=True))
-    assert sorted(hashed) == [(3, 8), (3, 32), (8, 8), (32, 8)]  # x.sin(), tanh(...) and the two weights
+    # x.cos(), its exp() and x.sin(); then x.sin() and tanh(...), and the two weights' starts
+    assert sorted(hashed) == sorted([(5,)] * 4 + [(3, 8), (3, 32)]), hashed
     y.sum().backward()
-    assert len(hashed) == 8
+    assert len(hashed) == 12
 
 
 def test_products_outside_of_a_block_are_not_asked_for_their_factors() -> None:

@@ -77,7 +77,7 @@ class Proven(Tape):
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if self.verify != "off" and saved and call is self.calls.get(-1):
             self.launched = Ledger(1, saved[0].device, self.verify, self.later)
-            self.launched.note(0, call, [*saved, y], None, place())
+            self.launched.note(0, call, saved, y, None, place())
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if self.launched is not None and call is self.calls[-1]:
@@ -192,25 +192,24 @@ class Ledger:
         self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
         self.thread = SameThread() if device.type == "cuda" else None
 
-    def note(self, k: int, call: Call, tensors: list[Tensor], x: Tensor | None, since: int) -> bool:
-        """Block k, on x, saved these in forward, the last of them being its output; whether its replay is to have that too.
+    def note(self, k: int, call: Call, saved: list[Tensor], y: Any, x: Tensor | None, since: int) -> bool:
+        """Block k, on x, saved these in forward and gave y; whether its replay is to have that too.
 
         Args:
             since: the place of the last node of the graph before the block's.
         """
-        *saved, y = tensors
         if self.strict:
             self.parameters += call.parts.parameters
         if call.verified:
             self.picked[k] = {}
             return True
         one = isinstance(y, Tensor)
-        ends, factors = _last(y, since) if one else (True, None)
+        ends, factors = _last(y, saved, since) if one else (True, None)
         picked = _picked(call, saved, x, self.strict, factors) if ends else None
         whole = one and picked is None
         self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
         if saved:
-            self._add(k, tensors, self.slots[k], 1)
+            self._add(k, [*saved, y], self.slots[k], 1)
         return whole
 
     def begin(self) -> None:
@@ -287,10 +286,13 @@ def place() -> int:
     return node._sequence_nr()  # type: ignore[union-attr]
 
 
-def _last(y: Tensor, since: int) -> tuple[bool, list[Tensor] | None]:
-    """Whether the last things a block does, for which autograd saves anything, are matrix products or convolutions; and what these
-    are made of, if autograd has all of it and nothing else goes into y but what the block was given."""
-    nodes, ends, factors, all_of_it = [y.grad_fn], False, list[Tensor](), True
+def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | None]:
+    """Whether the last things a block does, for which autograd saves anything, are matrix products or convolutions; and which of the
+    tensors saved these are made of, if all of it was saved here and nothing else goes into y but what the block was given.
+
+    No hook is asked for a tensor: those of others (a checkpoint inside the block) run code, or give each tensor but once.
+    """
+    nodes, ends, factors, all_of_it = [y.grad_fn], False, set[int](), True
     for node in nodes:
         if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
             continue
@@ -298,29 +300,40 @@ def _last(y: Tensor, since: int) -> tuple[bool, list[Tensor] | None]:
         if (name not in _FACTORS and name not in _LINEAR) or len(nodes) > _MOST:
             all_of_it = False
             continue
-        made = {at: getattr(node, f"_saved_{factor}") for factor, at in _FACTORS.get(name, {}).items()}
+        made = dict[int, int]()
+        for factor, at in _FACTORS.get(name, {}).items():
+            raw = getattr(node, f"_raw_saved_{factor}")
+            hook = getattr(raw, "unpack_hook", None)
+            if hook is None:
+                all_of_it &= hasattr(raw, "unpack_hook")  # not in torch 2.6
+            elif getattr(getattr(hook, "__self__", None), "fresh", None) is saved:
+                made[at] = raw.data
+            else:
+                return False, None  # another hook's: what it keeps is not seen here
         ends |= name in _PRODUCTS
-        factors += [t for t in made.values() if t is not None]
-        nodes += [following for at, (following, _) in enumerate(node.next_functions) if made.get(at) is None]
+        factors |= set(made.values())
+        nodes += [following for at, (following, _) in enumerate(node.next_functions) if at not in made]
     return ends, factors if all_of_it else None
 
 
 def _picked(
-    call: Call, saved: list[Tensor], x: Tensor | None, strict: bool, factors: list[Tensor] | None
+    call: Call, saved: list[Tensor], x: Tensor | None, strict: bool, factors: set[int] | None
 ) -> dict[int, int] | None:
     """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
-    If there are `factors`, those. Else all but the block's input, which is kept; running statistics, on which no gradient depends and
-    which are put aside in a replay (instance norm saves copies of them: then the output); bytes in a row, which are libraries'
-    workspaces and may hold anything, and what cannot be read (strict: then the output). Of parameters and buffers the start will do:
-    autograd too holds them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
+    If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
+    trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
+    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
+    output); bytes in a row, which are libraries' workspaces and may hold anything, and what cannot be read (strict: then the
+    output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
+    `.data` is noticed, and those are to whole tensors.
     """
-    if factors is None and call.parts.statistics and any(isinstance(m, _InstanceNorm) for m in call.parts.modules):
+    copies = bool(call.parts.statistics) and any(isinstance(m, _InstanceNorm) for m in call.parts.modules)
+    if factors is None and copies:
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
-    wanted = None if factors is None else {_whereabouts(t) for t in factors}
-    seen, picked = set[tuple[int, int]](), dict[int, int]()
+    seen, picked = set[tuple[Any, ...]](), dict[int, int]()
     for index, t in enumerate(saved):
         t = getattr(t, "_local_tensor", t)
         aside = type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta
@@ -328,21 +341,24 @@ def _picked(
         # places of generators, which attention without dropout leaves undefined
         aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
         where = _whereabouts(t)
-        if wanted is not None and where not in wanted:
+        factor = factors is None or index in factors
+        if not factor and (copies or where[0] in held):
             continue
-        if aside and (wanted is not None or strict) and not t.is_meta:
+        if aside and factor and (factors is not None or strict) and not t.is_meta:
             return None
-        if t.numel() and not aside and where[0] not in known and where not in seen:
-            seen.add(where)
-            picked[index] = _START if where[0] in held else t.numel()
+        if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
+            seen.add((where, factor))
+            picked[index] = t.numel() if factor and where[0] not in held else _START
     return picked
 
 
-def _whereabouts(t: Tensor) -> tuple[int, int]:
-    """Address and bytes."""
+def _whereabouts(t: Tensor) -> tuple[Any, ...]:
+    """Address and bytes; with gaps, or with elements in several places, also how it lies there."""
     t = getattr(t, "_local_tensor", t)
-    plain = type(t) in (Tensor, Parameter) and t.layout == torch.strided and not t.is_meta
-    return (t.data_ptr(), t.nbytes) if plain else (-1, 1)
+    if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_meta:
+        return -1, 1
+    span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return (t.data_ptr(), t.nbytes) if span == t.numel() else (t.data_ptr(), t.nbytes, t.shape, t.stride())
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -351,9 +367,13 @@ def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
 
 
 def _start(t: Tensor, most: int) -> Tensor:
-    """The first elements of a tensor in memory, if it lies there without gaps."""
-    t = getattr(t, "_local_tensor", t)
-    return t.detach().as_strided((most,), (1,)) if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()) else t
+    """At most so many elements from the beginning of a tensor, without a copy; the first in memory, if it lies there without gaps."""
+    t = getattr(t, "_local_tensor", t).detach()
+    if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()):
+        return t.as_strided((most,), (1,))
+    while t.numel() > most and t.dim() > 1:
+        t = t[0]
+    return t[:most]
 
 
 class Noted(Kept):
@@ -375,7 +395,7 @@ class Noted(Kept):
         self.ledger.undo()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        self.needs_output = self.ledger.note(self.k, call, [*saved, y], self.x, self.since)
+        self.needs_output = self.ledger.note(self.k, call, saved, y, self.x, self.since)
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         self.ledger.check(self.k, [*saved, y])
