@@ -222,6 +222,18 @@ def test_another_setting_in_the_same_folder_is_refused(finished: Path) -> None:
         train(setting(finished, model="thin-resnet8", rate=0.2), shown=False)
 
 
+def test_a_folder_from_before_a_setting_existed_goes_on(finished: Path) -> None:
+    path = finished / "setting.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps({k: v for k, v in json.loads(before).items() if k != "decay"}))
+        train(setting(finished, model="thin-resnet8"), shown=False)
+        with pytest.raises(ExperimentError, match="another setting: decay is 'all' there and 'weights' here"):
+            train(setting(finished, model="thin-resnet8", decay="weights"), shown=False)
+    finally:
+        path.write_text(before)
+
+
 def test_the_memory_mode_may_change_between_two_starts_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from .schedule import rate_at
 from .setting import Setting, fixed, parse
 
 SETTING = "setting.json"
+LATER = {"decay": "all"}  # settings that folders of earlier versions do not name, and what they were
 
 
 def train(setting: Setting, shown: bool = True) -> dict[str, float]:
@@ -162,6 +163,7 @@ def _claim(folder: Path, setting: Setting) -> None:
         there = json.loads(path.read_text())
     except ValueError as error:
         raise ExperimentError(f"{path} is damaged ({error}). Restore it, or use another folder (--out).") from error
+    there = LATER | there
     differ = [f"{k} is {there.get(k)!r} there and {wanted[k]!r} here" for k in wanted if there.get(k) != wanted[k]]
     if differ:
         raise ExperimentError(

@@ -42,7 +42,7 @@ def _step(x: Tensor, v: Tensor, i: Any, y: Tensor, *others: Any) -> None:
 
 def _encode(x: Tensor, *others: Any) -> bool:
     """Whether the tensor's device has a kernel for it, which makes nothing else."""
-    return hasattr(registered.get(x.device.type), "encode")
+    return hasattr(registered.get(x.device.type), "encode") and x.dtype != torch.float64
 
 
 _BODIES = {"advance_": _step, "pull_": _nothing, "retreat_": _step, "carry": _nothing, "encode": _encode}

@@ -211,6 +211,7 @@ class MomentumNet(nn.Module):
             Momentum(state.x, self.recurrence, state.fixed, reversible=True, overflow="nan"),
         )
         held.x, held.v = (q.clone() for q in state.integers)
+        held.start = None
         held.buffers = [None if b is None else b.clone() for b in state.buffers]
         with copied_buffers(self.modules()):
             for k, block in reversed(list(enumerate(self._groups()))):

@@ -216,11 +216,11 @@ class Ledger:
         """A block is about to be run again: if it is the first one of a backward pass, put gradients by."""
         task = torch._C._current_graph_task_id()
         if self.strict and task != -1 and task not in self.before:
-            self.before = {task: Gradients(self.parameters)}
-            at_end_of_backward(self.before.clear)
+            self.before[task] = Gradients(self.parameters)
+            at_end_of_backward(lambda: self.before.pop(task, None))
 
     def undo(self) -> None:
-        for gradients in self.before.values():
+        for gradients in reversed(list(self.before.values())):  # of a pass inside another first
             gradients.restore()
         self.before.clear()
 

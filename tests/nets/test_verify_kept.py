@@ -1,0 +1,123 @@
+"""Blocks that end in products, whose replay stops early: what changes in between shows, and hooks of others are left alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+
+Forward = Callable[["Parts", Tensor], Tensor]
+
+
+class Parts(nn.Module):
+    """Linear maps, a gate of zeros, and a scale that nobody sees from outside."""
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.zero, self.scale, self.run = nn.Parameter(torch.zeros(8)), 1.0, run
+        self.side: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def gate_of_zeros(m: Parts, x: Tensor) -> Tensor:
+    """An adapter that has not been trained yet: its gradient depends on what it is multiplied with."""
+    return m.b((m.a(x) + m.c(x * m.scale) * m.zero).tanh())
+
+
+def side_loss(m: Parts, x: Tensor) -> Tensor:
+    m.side = m.c(x * m.scale).square().mean()
+    return m.b(m.a(x).tanh())
+
+
+def stopped_gradient(m: Parts, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.b(torch.where(torch.full((8,), m.scale) > 0.7, h, h.detach()))
+
+
+def two_views_at_one_address(m: Parts, x: Tensor) -> Tensor:
+    odd = torch.where(torch.arange(16) % 2 == 1, m.scale, 1.0)
+    h = (m.a(x).tanh().repeat(1, 2) * odd).contiguous()
+    return m.b(h[:, ::2]) + m.c(h[:, :8])
+
+
+def checkpoint_inside(m: Parts, x: Tensor) -> Tensor:
+    return checkpoint(lambda h: m.b(h.tanh()), m.a(x) * m.scale, use_reentrant=False)
+
+
+def hooks_that_copy(m: Parts, x: Tensor) -> Tensor:
+    h = (m.a(x) * m.scale).tanh()
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 1):
+        return m.b(h)
+
+
+def hooks_that_give_once(m: Parts, x: Tensor) -> Tensor:
+    h, kept = (m.a(x) * m.scale).tanh(), dict[int, Tensor]()
+
+    def pack(t: Tensor) -> int:
+        kept[id(t)] = t
+        return id(t)
+
+    with saved_tensors_hooks(pack, kept.pop):
+        return m.b(h)
+
+
+BLOCKS = [
+    gate_of_zeros, side_loss, stopped_gradient, two_views_at_one_address, checkpoint_inside, hooks_that_copy, hooks_that_give_once,
+]  # fmt: skip
+
+
+def gradients(run: Forward, memory: str, gamma: float, verify: str, changed: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    bits = {"fraction_bits": 22} if gamma else {}
+    net = rg.MomentumNet([Parts(run) for _ in range(3)], gamma=gamma, memory=memory, verify=verify, **bits)
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = net(x).square().sum() + sum(block.side for block in net.blocks)
+    if changed:
+        net.blocks[1].scale = 0.5
+    loss.backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("gamma", [0.9, 0.0])
+@pytest.mark.parametrize("run", BLOCKS)
+def test_right_to_the_bit_or_refused(run: Forward, gamma: float, verify: str) -> None:
+    expected = gradients(run, "store", gamma, "off", changed=False)
+    found = gradients(run, "checkpoint", gamma, verify, changed=False)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(rg.ReplayError):
+        gradients(run, "checkpoint", gamma, verify, changed=True)
+
+
+@pytest.mark.parametrize("inner", ["checkpoint", "network"])
+def test_what_is_inside_a_block_is_not_run_again_in_forward(inner: str) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear, self.runs = nn.BatchNorm1d(8), nn.Linear(8, 8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            return self.linear(self.norm(x).tanh())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.net = rg.MomentumNet([self.inner], gamma=0, memory="checkpoint") if inner == "network" else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False) if self.net is None else self.net(x)
+
+    net = rg.MomentumNet([Outer(), Outer()], memory="checkpoint", fraction_bits=20)
+    y = net(torch.randn(4, 8))
+    assert [block.inner.runs for block in net.blocks] == [1, 1]
+    assert [int(block.inner.norm.num_batches_tracked) for block in net.blocks] == [1, 1]
+    y.sum().backward()
