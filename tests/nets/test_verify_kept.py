@@ -47,6 +47,15 @@ def two_views_at_one_address(m: Parts, x: Tensor) -> Tensor:
     return m.b(h[:, ::2]) + m.c(h[:, :8])
 
 
+def a_count_beside_a_product(m: Parts, x: Tensor) -> Tensor:
+    """A single whole number, which in fused attention would be a place of a generator and of no defined value."""
+    return m.b(x.sin()) + m.a(x).sum(-1, keepdim=True) / torch.tensor(2 if m.scale == 1 else 3)
+
+
+def bytes_in_a_row(m: Parts, x: Tensor) -> Tensor:
+    return m.b(x.sin()) + (m.a(x) * torch.full((8,), int(2 * m.scale), dtype=torch.uint8)).sum(-1, keepdim=True)
+
+
 def checkpoint_inside(m: Parts, x: Tensor) -> Tensor:
     return checkpoint(lambda h: m.b(h.tanh()), m.a(x) * m.scale, use_reentrant=False)
 
@@ -69,7 +78,8 @@ def hooks_that_give_once(m: Parts, x: Tensor) -> Tensor:
 
 
 BLOCKS = [
-    gate_of_zeros, side_loss, stopped_gradient, two_views_at_one_address, checkpoint_inside, hooks_that_copy, hooks_that_give_once,
+    gate_of_zeros, side_loss, stopped_gradient, two_views_at_one_address, a_count_beside_a_product, bytes_in_a_row,
+    checkpoint_inside, hooks_that_copy, hooks_that_give_once,
 ]  # fmt: skip
 
 

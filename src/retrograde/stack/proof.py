@@ -12,7 +12,7 @@ compares them as the block is run again (`core.call`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -205,7 +205,7 @@ class Ledger:
             return True
         one = isinstance(y, Tensor)
         ends, factors = _last(y, saved, since) if one else (True, None)
-        picked = _picked(call, saved, x, self.strict, factors) if ends else None
+        picked = _picked(call, saved, x, lambda: self.strict or not _by_a_library(y, since), factors) if ends else None
         whole = one and picked is None
         self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
         if saved:
@@ -316,15 +316,31 @@ def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | 
     return ends, factors if all_of_it else None
 
 
+def _by_a_library(y: Any, since: int) -> bool:
+    """Whether the block has kernels of libraries, which may save what has no defined value: places of generators, workspaces."""
+    nodes = {y.grad_fn} if isinstance(y, Tensor) else set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
+            continue
+        if any(word in node.name() for word in ("Attention", "Cudnn", "Miopen", "Rnn")):
+            return True
+        new = {following for following, _ in node.next_functions} - nodes
+        nodes |= new
+        left += new
+    return not isinstance(y, Tensor)
+
+
 def _picked(
-    call: Call, saved: list[Tensor], x: Tensor | None, strict: bool, factors: set[int] | None
+    call: Call, saved: list[Tensor], x: Tensor | None, strict: Callable[[], bool], factors: set[int] | None
 ) -> dict[int, int] | None:
     """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
     If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
     trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
     statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
-    output); bytes in a row, which are libraries' workspaces and may hold anything, and what cannot be read (strict: then the
+    output); bytes in a row and single numbers, which may be libraries' and hold anything, and what cannot be read (strict: then the
     output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
     `.data` is noticed, and those are to whole tensors.
     """
@@ -344,7 +360,7 @@ def _picked(
         factor = factors is None or index in factors
         if not factor and (copies or where[0] in held):
             continue
-        if aside and factor and (factors is not None or strict) and not t.is_meta:
+        if aside and factor and not t.is_meta and (factors is not None or strict()):
             return None
         if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
             seen.add((where, factor))
