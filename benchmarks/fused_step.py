@@ -1,0 +1,352 @@
+"""Does a compiler that fuses the integer step into the block's last kernel beat a kernel of its own? Forward passes only.
+
+    python benchmarks/fused_step.py                               # small, on a CPU: half a minute
+    python benchmarks/fused_step.py --device cuda --repeats 50    # ResNet 64×256×56², transformer 32×512×1024
+    python benchmarks/fused_step.py --cases resnet --code out     # what was generated, to read
+
+Every row takes one step, γ = 0.9, 32-bit state, 8-bit buffer, and returns the next block's input:
+
+    compiled, then step    torch.compile of the block, then the registered `advance_`: what the library does
+    fused, new state       block and step in one compiled function, the step in torch operations; x, v, i returned as new tensors
+    fused, in place        the same, x, v, i overwritten
+    eager, then step       the block as it is, then `advance_`
+    compiled alone         the block without a step: what the others cost beyond this is the step
+
+"eval" is without gradients; "train" runs the block as training does, with all that autograd saves for the backward pass. The
+block is the end of a bottleneck (1×1 convolution, batch norm, residual, ReLU) or a pre-norm transformer layer, and computes
+x + f(x), so the step subtracts x again. kernels and B/element are of the compiled forward graph, as Inductor counts them: loops
+or Triton kernels, and bytes read and written over elements of x. The step moves 18 bytes for x, v, i and the width of `out`,
+and of y: twice if y passes through memory, once (written) if it is kept for the backward pass alone, else not at all.
+"differ" counts elements of x, v, i and out that are not those of `compiled, then step`. The step alone is compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import compile_fx, metrics
+from torch._inductor.graph import GraphLowering
+
+from retrograde.core import ops
+from retrograde.measure import interleave
+from retrograde.measure.timing import Times
+from retrograde_bench.networks import Layer
+
+N, D, GUARD, UNIT = 9, 10, 4, 2.0**-20
+GAIN = 1 - N / D
+SCALE = GAIN / UNIT * 2**GUARD
+LIFT = -(-(2**30 + 1) // D)  # this many d make any v in range positive
+NEVER = 10**6
+# By default Inductor writes out what several others read, and the step's parts are read by x, v, i and out.
+OPTIONS = {"realize_reads_threshold": NEVER, "realize_acc_reads_threshold": NEVER, "realize_opcount_threshold": NEVER}
+BASELINE = "compiled, then step"
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def by_integers(v: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+    """`core.multiply` in 32 bits: as in kernels/cuda.py, but the compiler turns divisions by constants into products."""
+    i = i.int()
+    rest = _div(i, N)
+    q = _div(v + LIFT * D, D) - LIFT
+    t = (v - q * D) * N + i - rest * N
+    carry = _div(t, D)
+    return q * N + carry, rest * D + t - carry * D
+
+
+def by_floats(v: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a buffer below 2^15, as in kernels/cpu.py: CPUs have vectors of float64, but no division of integers."""
+    i, shift = i.int(), 15 + N.bit_length()
+    rest = (i * ((1 << shift) // N + 1)) >> shift
+    u = i - rest * N
+    q = torch.floor((v.double() * (N - D) + u.double() + 0.5) * (1 / D)).int()
+    return v + q, u + (N - D) * v - q * D + rest * D
+
+
+def _div(a: Tensor, b: int) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")  # of nothing negative here
+
+
+def through(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values rounded to dtype. By their bits: Inductor leaves out conversions to bfloat16 and back."""
+    if dtype == torch.float32:
+        return t
+    assert dtype == torch.bfloat16
+    bits = t.view(torch.int32)
+    near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return torch.where(t == t, near, t)
+
+
+def stepped(
+    x: Tensor, v: Tensor, i: Tensor, y: Tensor, multiply: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, ...]:
+    """New x, v, i, and the largest |v| and |x|: `advance_` in operations that a compiler can fuse."""
+    f = through(y.float(), y.dtype) - through(x.float() * UNIT, y.dtype)
+    step = torch.round(f * SCALE)
+    good = step.abs() <= 2.0**30
+    v, digits = multiply(v, i)
+    v = v + torch.where(good, step, 0.0).int()
+    x = x + ((v + (1 << (GUARD - 1))) >> GUARD)
+    peaks = torch.where(good, v.float().abs(), step.abs()), x.float().abs()
+    # over channels first: a reduction along rows of memory can share a kernel with what is written, one over everything cannot
+    rows = [peak.movedim(1, -1) if peak.dim() == 4 else peak for peak in peaks]
+    return x, v, digits.to(i.dtype), torch.stack([row.amax(-1).amax() for row in rows])
+
+
+class Decoded(torch.autograd.Function):
+    """x as a float; its gradient goes to y, as that of a step from v = 0 does."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor) -> Tensor:
+        return (x.float() * UNIT).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * GAIN, None
+
+
+class Tail(nn.Module):
+    """The end of a bottleneck block."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels // 4, channels, 1, bias=False), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(h)) + x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block, its inputs, and the integer state before its step, of which inputs[0] is the decoded x."""
+
+    name: str
+    block: nn.Module
+    inputs: list[Tensor]
+    state: tuple[Tensor, Tensor, Tensor]
+
+    @staticmethod
+    def drawn(name: str, block: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Case:
+        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        x = torch.round(torch.randn(shape, device=device).abs() / UNIT).int().to(memory_format=layout)
+        v = torch.randint_like(x, -(2**22), 2**22)
+        i = torch.randint_like(x, 0, 200).to(torch.uint8)
+        inputs = [(x * UNIT).to(dtype)]
+        if isinstance(block, Tail):
+            h = torch.randn(shape[0], shape[1] // 4, *shape[2:], device=device).relu()
+            inputs.append(h.to(dtype, memory_format=layout))
+        title = f"{name}, {'×'.join(map(str, shape))}, {str(dtype).removeprefix('torch.')}"
+        return Case(title, block.to(device, dtype, memory_format=layout), inputs, (x, v, i))  # type: ignore[call-overload]
+
+    def copies(self) -> list[Tensor]:
+        return [t.clone() for t in self.state]
+
+
+def cases(names: Sequence[str], device: str, images: Sequence[int], texts: Sequence[int]) -> Iterator[Case]:
+    batch, channels, side = images
+    if "resnet" in names:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case.drawn("bottleneck tail", Tail(channels), (batch, channels, side, side), dtype, device)
+    if "transformer" in names:
+        width = texts[2]
+        yield Case.drawn("transformer layer", Layer(width, max(1, width // 64)), tuple(texts), torch.bfloat16, device)
+
+
+def advanced(x: Tensor, v: Tensor, i: Tensor, y: Tensor, body: Any = None) -> tuple[Tensor, Tensor]:
+    """The step by the operator's body: out, and the peaks; x, v, i are overwritten."""
+    out, watch = torch.empty_like(x, dtype=y.dtype), torch.zeros(2, device=x.device)
+    (body or ops.bodies(x)).advance_(x, v, i, y.detach(), y.dtype, N, D, SCALE, UNIT, True, GUARD, out, watch)
+    return out, watch
+
+
+def apart(block: Callable[..., Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Block, then step: x, v, i, out, peaks; last y, which holds what autograd saved."""
+    x, v, i = state
+    y = block(*inputs)
+    return (x, v, i, *advanced(x, v, i, y), y)
+
+
+def fused(block: Callable[..., Tensor], multiply: Any, in_place: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The same in one function, to be compiled. y is not returned."""
+
+    def run(inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        y = block(*inputs)
+        with torch.no_grad():
+            x, v, i, peaks = stepped(*state, y.detach(), multiply)  # type: ignore[misc,call-arg,arg-type]
+        out = Decoded.apply(y, x)
+        if not in_place:
+            return x, v, i, out, peaks
+        for old, new in zip(state, (x, v, i), strict=True):
+            old.copy_(new)
+        return (*state, out, peaks)
+
+    return run
+
+
+@dataclass
+class Graph:
+    """What Inductor says of a forward graph."""
+
+    kernels: int = 0
+    bytes: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Graph]:
+    """The forward graph compiled meanwhile."""
+    found, original, log = Graph(), GraphLowering.count_bytes, compile_fx.inductor_metrics_log
+    metrics.reset()
+
+    def count(graph: GraphLowering) -> Any:
+        result = original(graph)
+        if not graph.is_backward:
+            found.bytes += result[0]
+            found.kernels += metrics.generated_kernel_count
+        metrics.generated_kernel_count = 0
+        return result
+
+    level = log.level
+    log.setLevel(logging.INFO)  # Inductor counts for this log alone
+    try:
+        with mock.patch.object(GraphLowering, "count_bytes", count), mock.patch.object(log, "propagate", False):
+            yield found
+    finally:
+        log.setLevel(level)
+
+
+def step_differs(case: Case, multiply: Any) -> int:
+    """Elements in which the compiled step alone is not the plain-torch definition's, or the registered body's."""
+    y = torch.empty_like(case.inputs[0]).copy_(case.inputs[0].roll(1, 0))
+    one, other = case.copies(), case.copies()
+    exact, registered = [*one, *advanced(*one, y, ops)], [*other, *advanced(*other, y)]
+    x, v, i, peaks = torch.compile(stepped, dynamic=False, options=OPTIONS)(*case.state, y, multiply)
+    compiled = [x, v, i, (x.float() * UNIT).to(y.dtype), peaks]
+    return differing(compiled, exact) + differing(registered, exact)
+
+
+def differing(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
+    return sum(0 if torch.equal(p, q) else int((p != q).sum()) for p, q in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    graph: Graph | None
+    differ: int | None
+    times: Times
+    baseline: Times
+
+    def cells(self, elements: int) -> list[str]:
+        known = self.graph is not None and self.graph.bytes > 0
+        kernels = (
+            [str(self.graph.kernels), f"{self.graph.bytes / elements:.1f}"] if known and self.graph else ["–", "–"]
+        )
+        differ = "–" if self.differ is None else str(self.differ)
+        median, best = self.times.median, self.times.min
+        spent = [f"{1e3 * median:.3f}", f"{self.times.ratio(self.baseline):.3f}"]
+        return [self.name, *kernels, differ, *spent, f"{1e3 * best:.3f}", f"{best / self.baseline.min:.3f}"]
+
+
+def measured(case: Case, train: bool, multiply: Any, repeats: int, code: Path | None = None) -> list[Row]:
+    """All rows of one case in one mode, timed in turns."""
+    torch._dynamo.reset()
+    block, device = case.block.train(train), case.inputs[0].device
+    inputs = [case.inputs[0].detach().requires_grad_(train), *case.inputs[1:]]
+    alone = torch.compile(block, dynamic=False)
+    compiled = {
+        "compiled alone": lambda inputs, state: alone(*inputs),
+        "fused, new state": torch.compile(fused(block, multiply, False), dynamic=False, options=OPTIONS),
+        "fused, in place": torch.compile(fused(block, multiply, True), dynamic=False, options=OPTIONS),
+    }
+    graphs, found = {}, {}
+    with torch.set_grad_enabled(train):
+        for name, run in compiled.items():
+            with counted() as graphs[name], kept(code, f"{case.name}, {train=}, {name}"):
+                found[name] = run(inputs, case.copies())
+        found[BASELINE] = apart(alone, inputs, case.copies())[:5]
+        exact = found.pop(BASELINE)
+        del found["compiled alone"]
+        differ = {name: differing(results, exact) for name, results in found.items()}
+        found.clear()
+        runs = {
+            BASELINE: lambda state: apart(alone, inputs, state),
+            **{name: lambda state, run=run: run(inputs, state) for name, run in compiled.items() if name in differ},
+            "eager, then step": lambda state: apart(block, inputs, state),
+            "compiled alone": lambda state: alone(*inputs),
+        }
+        states = case.copies()  # moves on with the repeats towards y, and stays in range; no time depends on it
+        timed = {name: lambda run=run: run(states) for name, run in runs.items()}
+        times = interleave(timed, repeats, device=device)
+    return [Row(name, graphs.get(name), differ.get(name), taken, times[BASELINE]) for name, taken in times.items()]
+
+
+@contextmanager
+def kept(folder: Path | None, name: str) -> Iterator[None]:
+    """Write the code that is generated meanwhile into the folder."""
+    if folder is None:
+        yield
+        return
+    sources: list[str] = []
+    with mock.patch.object(GraphLowering, "save_output_code", sources.append):
+        yield
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{''.join(c if c.isalnum() else '_' for c in name)}.py").write_text("\n\n".join(sources))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cases", nargs="+", choices=("resnet", "transformer"), default=["resnet", "transformer"])
+    parser.add_argument("--modes", nargs="+", choices=("eval", "train"), default=["eval", "train"])
+    parser.add_argument("--images", nargs=3, type=int, metavar=("BATCH", "CHANNELS", "SIDE"))
+    parser.add_argument("--texts", nargs=3, type=int, metavar=("BATCH", "TOKENS", "WIDTH"))
+    parser.add_argument("--division", choices=("integers", "floats"), help="default: floats on a CPU, else integers")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--code", type=Path, help="a folder for the generated code")
+    given = parser.parse_args(arguments)
+    small = torch.device(given.device).type == "cpu"
+    given.images = given.images or ((8, 64, 28) if small else (64, 256, 56))
+    given.texts = given.texts or ((4, 64, 256) if small else (32, 512, 1024))
+    given.division = given.division or ("floats" if small else "integers")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parsed(arguments)
+    torch.manual_seed(0)
+    multiply = by_floats if given.division == "floats" else by_integers
+    device = torch.device(given.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}, torch {torch.__version__}, division by {given.division}", flush=True)
+    wrong = 0
+    # graphs from a cache are not counted
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        for case in cases(given.cases, given.device, given.images, given.texts):
+            wrong += (alone := step_differs(case, multiply))
+            print(f"\n{case.name}: the step alone differs in {alone}")
+            for mode in given.modes:
+                rows = measured(case, mode == "train", multiply, given.repeats, given.code)
+                wrong += sum(row.differ or 0 for row in rows)
+                header = [mode, "kernels", "B/element", "differ", "median, ms", "×", "best, ms", "×"]
+                print(aligned([header, *(row.cells(case.state[0].numel()) for row in rows)]), flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = True
+    sys.exit(main())
