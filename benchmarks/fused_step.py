@@ -1,6 +1,6 @@
 """Does a compiler that fuses the integer step into the block's last kernel beat a kernel of its own? Forward passes only.
 
-    python benchmarks/fused_step.py                               # small, on a CPU: half a minute
+    python benchmarks/fused_step.py                               # small, on a CPU: two minutes
     python benchmarks/fused_step.py --device cuda --repeats 50    # ResNet 64×256×56², transformer 32×512×1024
     python benchmarks/fused_step.py --cases resnet --code out     # what was generated, to read
 
@@ -14,20 +14,23 @@ Every row takes one step, γ = 0.9, 32-bit state, 8-bit buffer, and returns the 
 
 "eval" is without gradients; "train" runs the block as training does, with all that autograd saves for the backward pass. The
 block is the end of a bottleneck (1×1 convolution, batch norm, residual, ReLU) or a pre-norm transformer layer, and computes
-x + f(x), so the step subtracts x again. kernels and B/element are of the compiled forward graph, as Inductor counts them: loops
-or Triton kernels, and bytes read and written over elements of x. The step moves 18 bytes for x, v, i and the width of `out`,
-and of y: twice if y passes through memory, once (written) if it is kept for the backward pass alone, else not at all.
-"differ" counts elements of x, v, i and out that are not those of `compiled, then step`. The step alone is compared first.
+x + f(x), so the step subtracts x again. Of the compiled forward graph, as Inductor counts them: kernels (loops, or Triton kernels),
+bytes read and written over elements of x, and float arrays of the size of x that generated code writes. The step moves 18 bytes for
+x, v and i, and writes `out`; if y never reaches memory, `out` takes its place, and there is no array more than in the block alone.
+"differ" counts elements of x, v, i, out and the watched maxima that are not those of `compiled, then step`. The step alone is
+compared first. On a busy machine trust the best times.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import compile_fx, metrics
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ComputedBuffer
 
 from retrograde.core import ops
 from retrograde.measure import interleave
@@ -45,19 +49,23 @@ from retrograde_bench.networks import Layer
 N, D, GUARD, UNIT = 9, 10, 4, 2.0**-20
 GAIN = 1 - N / D
 SCALE = GAIN / UNIT * 2**GUARD
-LIFT = -(-(2**30 + 1) // D)  # this many d make any v in range positive
 NEVER = 10**6
 # By default Inductor writes out what several others read, and the step's parts are read by x, v, i and out.
-OPTIONS = {"realize_reads_threshold": NEVER, "realize_acc_reads_threshold": NEVER, "realize_opcount_threshold": NEVER}
+OPTIONS: dict[str, Any] = {
+    "realize_reads_threshold": NEVER,
+    "realize_acc_reads_threshold": NEVER,
+    "realize_opcount_threshold": NEVER,
+}
 BASELINE = "compiled, then step"
-Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+DTYPES = ("float32", "bfloat16")
+Multiply = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def by_integers(v: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
-    """`core.multiply` in 32 bits: as in kernels/cuda.py, but the compiler turns divisions by constants into products."""
+    """`core.multiply` in 32 bits, as in kernels/cuda.py; divisions by constants are left to the compiler to make products of."""
     i = i.int()
     rest = _div(i, N)
-    q = _div(v + LIFT * D, D) - LIFT
+    q = torch.div(v, D, rounding_mode="floor")
     t = (v - q * D) * N + i - rest * N
     carry = _div(t, D)
     return q * N + carry, rest * D + t - carry * D
@@ -86,9 +94,7 @@ def through(t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(t == t, near, t)
 
 
-def stepped(
-    x: Tensor, v: Tensor, i: Tensor, y: Tensor, multiply: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, ...]:
+def stepped(x: Tensor, v: Tensor, i: Tensor, y: Tensor, multiply: Multiply) -> tuple[Tensor, ...]:
     """New x, v, i, and the largest |v| and |x|: `advance_` in operations that a compiler can fuse."""
     f = through(y.float(), y.dtype) - through(x.float() * UNIT, y.dtype)
     step = torch.round(f * SCALE)
@@ -151,14 +157,14 @@ class Case:
         return [t.clone() for t in self.state]
 
 
-def cases(names: Sequence[str], device: str, images: Sequence[int], texts: Sequence[int]) -> Iterator[Case]:
-    batch, channels, side = images
-    if "resnet" in names:
-        for dtype in (torch.float32, torch.bfloat16):
-            yield Case.drawn("bottleneck tail", Tail(channels), (batch, channels, side, side), dtype, device)
-    if "transformer" in names:
-        width = texts[2]
-        yield Case.drawn("transformer layer", Layer(width, max(1, width // 64)), tuple(texts), torch.bfloat16, device)
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    (batch, channels, side), (_, _, width) = given.images, given.texts
+    for dtype in (getattr(torch, name) for name in given.dtypes):
+        if "resnet" in given.cases:
+            yield Case.drawn("bottleneck tail", Tail(channels), (batch, channels, side, side), dtype, given.device)
+        if "transformer" in given.cases and dtype == torch.bfloat16:
+            layer = Layer(width, max(1, width // 64))
+            yield Case.drawn("transformer layer", layer, tuple(given.texts), dtype, given.device)
 
 
 def advanced(x: Tensor, v: Tensor, i: Tensor, y: Tensor, body: Any = None) -> tuple[Tensor, Tensor]:
@@ -175,13 +181,13 @@ def apart(block: Callable[..., Tensor], inputs: Sequence[Tensor], state: Sequenc
     return (x, v, i, *advanced(x, v, i, y), y)
 
 
-def fused(block: Callable[..., Tensor], multiply: Any, in_place: bool) -> Callable[..., tuple[Tensor, ...]]:
+def fused(block: Callable[..., Tensor], multiply: Multiply, in_place: bool) -> Callable[..., tuple[Tensor, ...]]:
     """The same in one function, to be compiled. y is not returned."""
 
     def run(inputs: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
         y = block(*inputs)
         with torch.no_grad():
-            x, v, i, peaks = stepped(*state, y.detach(), multiply)  # type: ignore[misc,call-arg,arg-type]
+            x, v, i, peaks = stepped(state[0], state[1], state[2], y.detach(), multiply)
         out = Decoded.apply(y, x)
         if not in_place:
             return x, v, i, out, peaks
@@ -198,6 +204,13 @@ class Graph:
 
     kernels: int = 0
     bytes: int = 0
+    floats: list[int] = field(default_factory=list)  # sizes of the float arrays that generated code writes
+
+
+def written(graph: GraphLowering) -> list[int]:
+    """Sizes of the floating-point arrays that generated code writes to memory, the graph's outputs among them."""
+    made = [b for b in graph.buffers if isinstance(b, ComputedBuffer) and b.get_name() not in graph.removed_buffers]
+    return [math.prod(map(int, b.get_size())) for b in made if b.get_dtype().is_floating_point]
 
 
 @contextmanager
@@ -211,6 +224,7 @@ def counted() -> Iterator[Graph]:
         if not graph.is_backward:
             found.bytes += result[0]
             found.kernels += metrics.generated_kernel_count
+            found.floats += written(graph)
         metrics.generated_kernel_count = 0
         return result
 
@@ -223,11 +237,11 @@ def counted() -> Iterator[Graph]:
         log.setLevel(level)
 
 
-def step_differs(case: Case, multiply: Any) -> int:
+def step_differs(case: Case, multiply: Multiply) -> int:
     """Elements in which the compiled step alone is not the plain-torch definition's, or the registered body's."""
     y = torch.empty_like(case.inputs[0]).copy_(case.inputs[0].roll(1, 0))
-    one, other = case.copies(), case.copies()
-    exact, registered = [*one, *advanced(*one, y, ops)], [*other, *advanced(*other, y)]
+    (x, v, i), (a, b, c) = case.copies(), case.copies()
+    exact, registered = [x, v, i, *advanced(x, v, i, y, ops)], [a, b, c, *advanced(a, b, c, y)]
     x, v, i, peaks = torch.compile(stepped, dynamic=False, options=OPTIONS)(*case.state, y, multiply)
     compiled = [x, v, i, (x.float() * UNIT).to(y.dtype), peaks]
     return differing(compiled, exact) + differing(registered, exact)
@@ -239,54 +253,60 @@ def differing(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Row:
+    """arrays: floating-point arrays of the size of x that generated code writes."""
+
     name: str
-    graph: Graph | None
-    differ: int | None
     times: Times
     baseline: Times
+    kernels: int | None = None
+    bytes: float | None = None
+    arrays: int | None = None
+    differ: int | None = None
 
-    def cells(self, elements: int) -> list[str]:
-        known = self.graph is not None and self.graph.bytes > 0
-        kernels = (
-            [str(self.graph.kernels), f"{self.graph.bytes / elements:.1f}"] if known and self.graph else ["–", "–"]
-        )
-        differ = "–" if self.differ is None else str(self.differ)
+    def cells(self) -> list[str]:
+        counts = (self.kernels, None if self.bytes is None else round(self.bytes, 1), self.arrays, self.differ)
         median, best = self.times.median, self.times.min
         spent = [f"{1e3 * median:.3f}", f"{self.times.ratio(self.baseline):.3f}"]
-        return [self.name, *kernels, differ, *spent, f"{1e3 * best:.3f}", f"{best / self.baseline.min:.3f}"]
+        spent += [f"{1e3 * best:.3f}", f"{best / self.baseline.min:.3f}"]
+        return [self.name, *("–" if count is None else str(count) for count in counts), *spent]
 
 
-def measured(case: Case, train: bool, multiply: Any, repeats: int, code: Path | None = None) -> list[Row]:
+def measured(case: Case, train: bool, multiply: Multiply, repeats: int, code: Path | None = None) -> list[Row]:
     """All rows of one case in one mode, timed in turns."""
     torch._dynamo.reset()
     block, device = case.block.train(train), case.inputs[0].device
     inputs = [case.inputs[0].detach().requires_grad_(train), *case.inputs[1:]]
     alone = torch.compile(block, dynamic=False)
-    compiled = {
+    compiled: dict[str, Callable[..., Any]] = {
         "compiled alone": lambda inputs, state: alone(*inputs),
         "fused, new state": torch.compile(fused(block, multiply, False), dynamic=False, options=OPTIONS),
         "fused, in place": torch.compile(fused(block, multiply, True), dynamic=False, options=OPTIONS),
     }
-    graphs, found = {}, {}
+    runs: dict[str, Callable[..., Any]] = {
+        BASELINE: partial(apart, alone),
+        **{name: compiled[name] for name in ("fused, new state", "fused, in place")},
+        "eager, then step": partial(apart, block),
+        "compiled alone": compiled["compiled alone"],
+    }
+    graphs, differ = {}, {}
     with torch.set_grad_enabled(train):
         for name, run in compiled.items():
             with counted() as graphs[name], kept(code, f"{case.name}, {train=}, {name}"):
-                found[name] = run(inputs, case.copies())
-        found[BASELINE] = apart(alone, inputs, case.copies())[:5]
-        exact = found.pop(BASELINE)
-        del found["compiled alone"]
-        differ = {name: differing(results, exact) for name, results in found.items()}
-        found.clear()
-        runs = {
-            BASELINE: lambda state: apart(alone, inputs, state),
-            **{name: lambda state, run=run: run(inputs, state) for name, run in compiled.items() if name in differ},
-            "eager, then step": lambda state: apart(block, inputs, state),
-            "compiled alone": lambda state: alone(*inputs),
-        }
-        states = case.copies()  # moves on with the repeats towards y, and stays in range; no time depends on it
-        timed = {name: lambda run=run: run(states) for name, run in runs.items()}
-        times = interleave(timed, repeats, device=device)
-    return [Row(name, graphs.get(name), differ.get(name), taken, times[BASELINE]) for name, taken in times.items()]
+                run(inputs, case.copies())
+        exact = apart(alone, inputs, case.copies())[:5]
+        for name in compiled.keys() - {"compiled alone"}:
+            differ[name] = differing(compiled[name](inputs, case.copies()), exact)
+        del exact
+        state = case.copies()  # moves on with the repeats towards y, and stays in range; no time depends on it
+        times = interleave({name: partial(run, inputs, state) for name, run in runs.items()}, repeats, device=device)
+    size, rows = case.state[0].numel(), []
+    for name, taken in times.items():
+        row = Row(name, taken, times[BASELINE], differ=differ.get(name))
+        graph = graphs.get(name)
+        if graph is not None and graph.bytes:
+            row = replace(row, kernels=graph.kernels, bytes=graph.bytes / size, arrays=graph.floats.count(size))
+        rows.append(row)
+    return rows
 
 
 @contextmanager
@@ -312,6 +332,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cases", nargs="+", choices=("resnet", "transformer"), default=["resnet", "transformer"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="the transformer: bfloat16 alone")
     parser.add_argument("--modes", nargs="+", choices=("eval", "train"), default=["eval", "train"])
     parser.add_argument("--images", nargs=3, type=int, metavar=("BATCH", "CHANNELS", "SIDE"))
     parser.add_argument("--texts", nargs=3, type=int, metavar=("BATCH", "TOKENS", "WIDTH"))
@@ -336,14 +357,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     # graphs from a cache are not counted
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        for case in cases(given.cases, given.device, given.images, given.texts):
+        for case in cases(given):
             wrong += (alone := step_differs(case, multiply))
             print(f"\n{case.name}: the step alone differs in {alone}")
             for mode in given.modes:
                 rows = measured(case, mode == "train", multiply, given.repeats, given.code)
                 wrong += sum(row.differ or 0 for row in rows)
-                header = [mode, "kernels", "B/element", "differ", "median, ms", "×", "best, ms", "×"]
-                print(aligned([header, *(row.cells(case.state[0].numel()) for row in rows)]), flush=True)
+                header = [mode, "kernels", "B/element", "arrays", "differ", "median, ms", "×", "best, ms", "×"]
+                print(aligned([header, *(row.cells() for row in rows)]), flush=True)
     return int(wrong > 0)
 
 
