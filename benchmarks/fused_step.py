@@ -18,7 +18,7 @@ x + f(x), so the step subtracts x again. Of the compiled forward graph, as Induc
 bytes read and written over elements of x, and float arrays of the size of x that generated code writes. The step moves 18 bytes for
 x, v and i, and writes `out`; if y never reaches memory, `out` takes its place, and there is no array more than in the block alone.
 "differ" counts elements of x, v, i, out and the watched maxima that are not those of `compiled, then step`. The step alone is
-compared first. On a busy machine trust the best times.
+compared first. On a busy machine trust the best times; on a CPU several loops of one kernel may read the same bytes, counted once.
 """
 
 from __future__ import annotations
@@ -216,7 +216,11 @@ def written(graph: GraphLowering) -> list[int]:
 @contextmanager
 def counted() -> Iterator[Graph]:
     """The forward graph compiled meanwhile."""
-    found, original, log = Graph(), GraphLowering.count_bytes, compile_fx.inductor_metrics_log
+    found, original, log = (
+        Graph(),
+        GraphLowering.count_bytes,
+        logging.getLogger(f"{compile_fx.__name__}.__inductor_metrics"),
+    )
     metrics.reset()
 
     def count(graph: GraphLowering) -> Any:
