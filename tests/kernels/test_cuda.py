@@ -54,6 +54,21 @@ def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, resid
             assert a is None or torch.equal(a, b), "a step back does not undo a step"
 
 
+@pytest.mark.parametrize(
+    "gamma", [Fraction(n, d) for d in (2, 4, 8, 10, 100, 1024, 32749) for n in {1, d // 2 + 1, d - 1}]
+)
+def test_the_ends_of_the_range_too(gamma: Fraction) -> None:
+    """v at both ends, and beside multiples of the denominator next to them."""
+    d = gamma.denominator
+    ends = [s * (2**30 - k) for s in (1, -1) for k in (0, 1, 2, 3, 2**30 % d, 2**30 % d + 1, d, d + 1)]
+    v = torch.tensor(ends, dtype=torch.int32)
+    x, i, y = torch.zeros_like(v), torch.full_like(v, 3), torch.zeros(len(v))
+    s = tuple(t.to(DEVICE) for t in (x, v, i, y, torch.empty_like(y)))
+    ours, theirs = step_both(cuda, s, gamma, False, 5)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(ours[-2], s[1])
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, residual: bool) -> None:

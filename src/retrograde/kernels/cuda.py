@@ -223,7 +223,7 @@ _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 @lru_cache(maxsize=1024)
 def _ratio(n: int, d: int) -> tuple[int, ...]:
     """n, d, their reciprocals, and the multiple of d that makes any v in range positive."""
-    lift = -(-(2**30 + 1) // d) if d < NARROW else 0
+    lift = -(-(2**30) // d) if d < NARROW else 0  # no more: v + lift·d must stay where the quotient is exact
     return (n, d, *(reciprocal(n) if n > 1 else (0, -1)), *(reciprocal(d) if d > 1 else (0, -1)), lift)
 
 
