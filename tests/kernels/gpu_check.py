@@ -43,11 +43,11 @@ def steps_are_those_of_plain_torch(device: str) -> str:
     ours, count = kernels(device), 0
     for integers in (torch.int32, torch.int16):
         for dtype in (torch.float32, torch.bfloat16):
-            for residual in (False, True):
+            for form in range(3):
                 for width in (torch.uint8, torch.int16):
                     drawn = state(NINE_TENTHS, (3, 40_000), width, "contiguous", dtype, 5, integers)
                     on = tuple(None if t is None else t.to(device) for t in drawn)
-                    found, wanted = step_both(ours, on, NINE_TENTHS, residual, 3)
+                    found, wanted = step_both(ours, on, NINE_TENTHS, form, 3)
                     count += same(found, wanted)
     return f"{count} tensors"
 

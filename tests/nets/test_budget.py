@@ -331,7 +331,7 @@ def test_copies_keep_the_budget() -> None:
 
 
 def track(depth: int, saved: int, size: int = 1000, at: int = 0, end: int | None = None) -> Track:
-    recurrence = Recurrence((Fraction(9, 10),) * depth, residual=True)
+    recurrence = Recurrence((Fraction(9, 10),) * depth, form="block")
     found = Track.of(Plan.uniform("reverse", depth), recurrence, torch.empty(size))
     end = at + 2 * depth if end is None else end
     for k in range(depth):

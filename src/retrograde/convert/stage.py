@@ -269,7 +269,7 @@ class Stage:
             integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
             run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
             if self.settings.velocity == "first":
-                run.launch(own, extra, self.recurrence.residual)
+                run.launch(own, extra, self.recurrence.form)
             return run
         held = self.range.of(own.block.training)
         fixed = None if self.surveying else held.current(x)
@@ -285,7 +285,7 @@ class Stage:
         )
         run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
-            run.launch(own, extra, self.recurrence.residual)
+            run.launch(own, extra, self.recurrence.form)
         return run
 
     def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
@@ -327,7 +327,7 @@ class Stage:
             run.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
 
     def _recurrence(self, gamma: Any) -> Recurrence:
-        return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block", self.range.narrow)
+        return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": [], "recorder": None}

@@ -266,13 +266,13 @@ def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, 
 
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out):
-        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
+    if x.dtype == torch.int64 or form == 2 or not alike(x, v, i, out):
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
         return
     tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32))
-    _launch(_advance, tensors, x.numel(), (*_ratio(n, d), scale, unit, guard), _kind(n, d), residual, _FLOATS[seen])
+    _launch(_advance, tensors, x.numel(), (*_ratio(n, d), scale, unit, guard), _kind(n, d), form, _FLOATS[seen])
 
 
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
@@ -284,27 +284,27 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out):
-        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
+    if x.dtype == torch.int64 or form == 2 or not alike(x, v, i, out):
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, form, guard, out)
         return
     tensors = (x, v, x if i is None else i, laid_out_as(x, y), x if out is None else out)
-    numbers, constants = (*_ratio(d, n), scale, unit, guard), (_kind(d, n), residual, _FLOATS[seen], out is not None)
+    numbers, constants = (*_ratio(d, n), scale, unit, guard), (_kind(d, n), form, _FLOATS[seen], out is not None)
     _launch(_retreat, tensors, x.numel(), numbers, *constants)
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, bool],
-    out: Tensor | None, gy: Tensor, cast: Tensor,
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, int],
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if the layout allows; whether it did."""
-    if gy.dtype == torch.float64 or not alike(gy, out):
+    if gy.dtype == torch.float64 or mask is not None or not alike(gy, out):
         return False
-    c, e, gain, residual = factors
+    c, e, gain, form = factors
     given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]
     tensors = (*given, gy if out is None else out, gy, cast)
-    constants = (p is not None, h is not None, out is not None, cast is not gy, residual)
+    constants = (p is not None, h is not None, out is not None, cast is not gy, form)
     _launch(_carry, tensors, gy.numel(), (c, e, gain), *constants)
     return True
 
