@@ -58,7 +58,7 @@ def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first")])
+@pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first"), ("relu", None)])
 def test_sweep(kind: str, form: str, velocity: str | None) -> None:
     """From the least to more than plain autograd takes: within the budget, as predicted, less and less run again, same bits."""
     net, x = budgeted(kind, form=form, velocity=velocity, budget=10**9)

@@ -109,10 +109,13 @@ def _decode(x: Tensor, unit: float, out: Tensor) -> None:
 def _native(
     what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, watch: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> native.Job | None:  # fmt: skip
     """The whole step in compiled code; None where there is none for it."""
     run = native.load()
-    if run is None or form == 2 or (form and seen != torch.float32):
+    if run is None or (form and seen != torch.float32):
+        return None
+    if form == 2 and y is not None and y.dtype.itemsize < 4:  # what the sum is rounded to
         return None
     given = y if y is None or (y.dtype == torch.float32 and y.stride() == x.stride()) else laid_out_as(x, y).float()
     result = out if out is None or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
@@ -120,7 +123,7 @@ def _native(
     job = native.Job(
         x.data_ptr(), v.data_ptr(), None if i is None else i.data_ptr(), None if given is None else given.data_ptr(),
         None if result is None else result.data_ptr(), size, 0 if i is None else i.element_size(), n, d, guard, scale, unit,
-        form, what, None if watch is None else watch.data_ptr(),
+        form, what, None if watch is None else watch.data_ptr(), 0, None if mask is None else mask.data_ptr(),
     )  # fmt: skip
     run(ctypes.addressof(job), threads if threads == 1 else min(threads, 1 + size // PIECE))
     if out is not None and result is not None and result is not out:
@@ -142,7 +145,7 @@ def advance_(
             plain.advance_(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, seen_here, mask_)
             torch.maximum(watch, seen_here, out=watch)
         return
-    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, form, guard, watch)
+    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, form, guard, watch, mask)
     if job is not None:
         if job.bad:
             watch[0] = plain.increment(x - plain.rounded(v, guard), y, seen, scale, unit, form).abs().amax()
@@ -199,14 +202,14 @@ def carry(
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if there is compiled code for it; whether there was."""
     run = native.load_carry()
-    if run is None or mask is not None or cast is not gy or not alike(gy, p, h, d, out):
+    if run is None or (mask is None and cast is not gy) or not alike(gy, p, h, d, out, cast):
         return False
-    if any(t is not None and t.dtype != torch.float32 for t in (p, h, d, gy)):
+    if any(t is not None and t.dtype != torch.float32 for t in (p, h, d, gy, cast)):
         return False
     threads, size = torch.get_num_threads(), gy.numel()
     threads = threads if threads == 1 else min(threads, 1 + size // PIECE)
     at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy)]
-    run(*at, size, *factors, threads)
+    run(*at, size, *factors, cast.data_ptr(), None if mask is None else mask.data_ptr(), threads)
     return True
 
 
