@@ -200,6 +200,11 @@ class Stage:
     def gamma(self, gamma: Any) -> None:
         self.recurrence = self._recurrence(gamma)
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether the blocks are to give f, and the steps form relu(x + f)."""
+        return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
+
     def plan_for(self, dtype: torch.dtype) -> Plan:
         """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
         if self.planned is not None and not (self.planned.reversed and 0 in self.recurrence.gammas):
@@ -239,7 +244,7 @@ class Stage:
         else:
             self._hand_on(run, x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
-        return own.with_x(x1 if self.settings.form == "block" else Branch.of(x, x1))
+        return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
 
     def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
         """The block alone: γ = 0, or a block outside of any stage."""
