@@ -52,25 +52,30 @@ def steps(
     y = (torch.randn(size, device=device) * 2.0**-9).to(floats)
     out, watch, run = torch.empty_like(y), torch.zeros(2, device=device), bodies(x)
     unit, guard = 2.0**-10, 3
-    step = (y, floats, 9, 10, 0.1 / unit, unit, True, guard)
+    mask = torch.empty(-(-size // 8), device=device, dtype=torch.uint8)
+    step, relu = ((y, floats, 9, 10, 0.1 / unit, unit, form, guard) for form in (1, 2))
     a, b = integers.itemsize, floats.itemsize
     return {
         "advance": (lambda: run.advance_(x, v, i, *step, out, watch), 4 * a + 2 + 2 * b),
+        "advance with a relu": (lambda: run.advance_(x, v, i, *relu, out, watch, mask), 4 * a + 2 + 2 * b),
         "pull": (lambda: run.pull_(x, v, unit, guard, out), 3 * a + b),
         "retreat": (lambda: run.retreat_(x, v, i, *step, None), 3 * a + 2 + b),
         "retreat and pull": (lambda: run.retreat_(x, v, i, *step, out), 4 * a + 2 + 2 * b),
+        "retreat and pull with a relu": (lambda: run.retreat_(x, v, i, *relu, out), 4 * a + 2 + 2 * b),
     }
 
 
-def gradient_step(size: int, floats: torch.dtype, device: str) -> tuple[Callable[[], Any], int]:
-    p, h, d, gy = (torch.randn(size, device=device).to(floats) for _ in range(4))
-    factors, faster = (9.0, 9.0, 0.1, True), getattr(bodies(p), "carry", None)
+def gradient_step(size: int, floats: torch.dtype, device: str, form: int = 1) -> tuple[Callable[[], Any], int]:
+    p, h, d, gy, cast = (torch.randn(size, device=device).to(floats) for _ in range(5))
+    mask = torch.randint(0, 256, (-(-size // 8),), device=device, dtype=torch.uint8) if form == 2 else None
+    factors, faster = (9.0, 9.0, 0.1, form), getattr(bodies(p), "carry", None)
+    given = (p, h, d, factors, p, gy, gy if mask is None else cast, mask)
 
     def run() -> None:
-        if faster is None or not faster(p, h, d, factors, p, gy, gy):
-            carry(p, h, d, factors, p, gy)
+        if faster is None or not faster(*given):
+            carry(*given)
 
-    return run, 5 * floats.itemsize
+    return run, (5 if mask is None else 6) * floats.itemsize
 
 
 def copying(size: int, device: str) -> tuple[Callable[[], Any], int]:
@@ -117,6 +122,7 @@ def bandwidths(size: int, device: str, repeats: int = 20) -> Iterator[Bandwidth]
             yield measured(f"{name}, {short(integers)}, {short(floats)}", run, each)
     for floats in (torch.float32, torch.bfloat16):
         yield measured(f"gradient step, {short(floats)}", *gradient_step(size, floats, device))
+        yield measured(f"gradient step with a relu, {short(floats)}", *gradient_step(size, floats, device, 2))
 
 
 def short(dtype: torch.dtype) -> str:

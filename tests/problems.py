@@ -91,12 +91,13 @@ def same_in_every_mode(net: rg.MomentumNet, x: Tensor, *args: Any, **kwargs: Any
     return found["store"]
 
 
-def float_recurrence(blocks: Iterable[nn.Module], gamma: Fraction, x: Tensor, residual: bool = False) -> Tensor:
+def float_recurrence(blocks: Iterable[nn.Module], gamma: Fraction, x: Tensor, form: str = "branch") -> Tensor:
     """The momentum network in floats, by autograd alone."""
     v = torch.zeros_like(x)
     gain = float(1 - gamma) if gamma < 1 else 1.0
     for block in blocks:
-        f = block(x) - x if residual else block(x)
+        y = block(x)
+        f = y if form == "branch" else (y if form == "block" else torch.relu(x + y)) - x
         v = float(gamma) * v + gain * f
         x = x + v
     return x

@@ -65,4 +65,4 @@ def table(gammas: Sequence[float] = (0.5, 0.9, 0.99), depths: Sequence[int] = DE
 
 
 def _holding(gamma: float, depth: int, dtype: torch.dtype) -> dict[str, int]:
-    return holding(Recurrence(as_ratios(gamma, depth), residual=False), dtype)
+    return holding(Recurrence(as_ratios(gamma, depth), form="branch"), dtype)

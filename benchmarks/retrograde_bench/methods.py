@@ -247,6 +247,10 @@ def _tokens(case: Case) -> bool:
     return not case.images
 
 
+def _images(case: Case) -> bool:
+    return case.images
+
+
 def _low(case: Case) -> bool:
     return case.autocast is not None
 
@@ -335,6 +339,8 @@ def methods() -> list[Method]:
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),
         _ours("branch-auto", 'ours, auto, form="branch"', "auto", form="branch", applies=_tokens),
         _ours("branch-store", 'ours, store, form="branch"', "store", form="branch", applies=_tokens),
+        _ours("relu-reverse", 'ours, reverse, form="relu": relu(x + f(x)) in the step', "reverse", form="relu", applies=_images),
+        _ours("relu-auto", 'ours, auto, form="relu"', "auto", form="relu", applies=_images),
         _ours("16bit-reverse", "ours, reverse, x and v in 16 bits (state_bits=16)", "reverse", state_bits=16, applies=_low),
         _ours("16bit-auto", "ours, auto, state_bits=16", "auto", state_bits=16, applies=_low),
         _ours(

@@ -70,7 +70,7 @@ def gradients(name: str, setup: Setup, x: Tensor) -> list[Tensor]:
     ("name", "names"),
     [
         ("transformer-L24-bf16", EAGER),
-        ("resnet152-64-fp32", ("plain", "checkpoint", "ours-auto")),
+        ("resnet152-64-fp32", ("plain", "checkpoint", "ours-auto", "ours-relu-reverse", "ours-relu-auto")),
         ("resnet1202-128-fp32", ("plain", "checkpoint", "ours-reverse")),
     ],
 )

@@ -44,7 +44,7 @@ def test_without_a_gpu_the_probe_says_so(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_probe_measures_every_step_and_compares_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("gpu_probe")["main"](SMALL) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum("TB/s" in line for line in lines) == 1 + 4 * 4 + 2
+    assert sum("TB/s" in line for line in lines) == 1 + 4 * 6 + 4
     compared = [line for line in lines if line.startswith("deterministic=")]
     assert len(compared) == 20
     equal = "plain/plain 0, store/store 0, reverse/store 0 of 25"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from retrograde.core import ops as plain
 from retrograde.core.rational import gain
+from retrograde.stack import graph
 
 
 def state(
@@ -20,6 +22,7 @@ def state(
     dtype: torch.dtype,
     seed: int,
     integers: torch.dtype = torch.int32,
+    seen: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     bound = 2 ** (8 * integers.itemsize - 3)
@@ -33,11 +36,11 @@ def state(
         i = None if i is None else i.contiguous(memory_format=torch.channels_last)
     if layout == "other":
         y = y.transpose(0, -1).contiguous().transpose(0, -1)
-    return x, v, i, y, torch.empty_like(x, dtype=dtype)
+    return x, v, i, y, torch.empty_like(x, dtype=seen or dtype)
 
 
 def step_both(
-    ours: Any, state_: tuple[Any, ...], gamma: Fraction, residual: bool, guard: int
+    ours: Any, state_: tuple[Any, ...], gamma: Fraction, form: int, guard: int
 ) -> tuple[list[Any], list[Any]]:
     """State after a step on and a step back, by our bodies and by the plain ones."""
     found = []
@@ -45,9 +48,10 @@ def step_both(
         x, v, i, y, out = (None if t is None else t.clone() for t in state_)
         watch = torch.zeros(2, device=x.device)
         n, d = gamma.numerator, gamma.denominator
-        step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, residual)
-        module.advance_(x, v, i, *step, guard, out, watch)
-        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch)]
+        step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, form)
+        mask = bits(x) if form == 2 else None
+        module.advance_(x, v, i, *step, guard, out, watch, mask)
+        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch, mask)]
         if n:
             module.pull_(x, v, 2.0**-20, guard, out)
             trace.append(out.clone())
@@ -58,3 +62,29 @@ def step_both(
             trace += [x, v, i]
         found.append(trace)
     return found[0], found[1]
+
+
+def bits(x: Tensor) -> Tensor:
+    """Room for one bit an element."""
+    return torch.full((-(-x.numel() // 8),), 77, dtype=torch.uint8, device=x.device)
+
+
+def carried(
+    ours: Any, shape: tuple[int, ...], dtype: torch.dtype, carried_in: torch.dtype, form: int, device: str = "cpu"
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Gradients of a step by our body, where it takes them, and by its definition: with and without each that may be missing."""
+    p, h, d = (torch.randn(shape).to(t).to(device) for t in (carried_in, carried_in, dtype))
+    mask = torch.randint(0, 256, bits(p).shape, dtype=torch.uint8).to(device) if form == 2 else None
+    for given in ((p, h), (None, h), (p, None), (None, None)):
+        for wanted in (True, False):
+            found = []
+            for body in (ours, None):
+                p_, h_, d_ = (None if t is None else t.clone() for t in (*given, d))
+                gy = torch.empty_like(d, dtype=carried_in)
+                cast = gy if dtype == carried_in and mask is None else torch.empty_like(gy, dtype=dtype)
+                out = None if not wanted else torch.empty_like(gy) if p_ is None else p_
+                factors = (9.0, 0.7, 0.1, form)
+                if body is None or not body(p_, h_, d_, factors, out, gy, cast, mask):
+                    graph.carry(p_, h_, d_, factors, out, gy, cast, mask)
+                found.append([gy, cast, *([out] if out is not None else [])])
+            yield found[0], found[1]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
-from bodies import state, step_both
+from bodies import carried, state, step_both
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -43,11 +43,21 @@ def steps_are_those_of_plain_torch(device: str) -> str:
     ours, count = kernels(device), 0
     for integers in (torch.int32, torch.int16):
         for dtype in (torch.float32, torch.bfloat16):
-            for residual in (False, True):
+            for form in range(3):
                 for width in (torch.uint8, torch.int16):
                     drawn = state(NINE_TENTHS, (3, 40_000), width, "contiguous", dtype, 5, integers)
                     on = tuple(None if t is None else t.to(device) for t in drawn)
-                    found, wanted = step_both(ours, on, NINE_TENTHS, residual, 3)
+                    found, wanted = step_both(ours, on, NINE_TENTHS, form, 3)
+                    count += same(found, wanted)
+    return f"{count} tensors"
+
+
+def gradients_are_carried_as_in_plain_torch(device: str) -> str:
+    ours, count = kernels(device).carry, 0
+    for carried_in in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            for form in range(3):
+                for found, wanted in carried(ours, (3, 40_001), dtype, carried_in, form, device):
                     count += same(found, wanted)
     return f"{count} tensors"
 
@@ -76,6 +86,11 @@ class Conv(nn.Module):
 
 def conv(memory: str, state_bits: int | str = "auto") -> nn.Module:
     return rg.MomentumNet([Conv(16) for _ in range(12)], form="block", memory=memory, state_bits=state_bits)
+
+
+def conv_relu(memory: str, state_bits: int | str = "auto") -> nn.Module:
+    """As `conv`, with the additions and relus in the steps."""
+    return rg.MomentumNet([Conv(16).f for _ in range(12)], form="relu", memory=memory, state_bits=state_bits)
 
 
 def transformer(memory: str, state_bits: int | str = "auto") -> nn.Module:
@@ -117,6 +132,11 @@ def mode_changes_no_bit(make: Callable[..., nn.Module], x: Tensor) -> str:
 def conv_mode_changes_no_bit(device: str) -> str:
     torch.manual_seed(2)
     return mode_changes_no_bit(conv, torch.randn(4, 16, 16, 16).to(device, memory_format=torch.channels_last))
+
+
+def conv_relu_mode_changes_no_bit(device: str) -> str:
+    torch.manual_seed(2)
+    return mode_changes_no_bit(conv_relu, torch.randn(3, 16, 15, 15).to(device, memory_format=torch.channels_last))
 
 
 def transformer_mode_changes_no_bit(device: str) -> str:
@@ -211,7 +231,8 @@ def same(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> int
 
 
 CASES: tuple[Case, ...] = (
-    steps_are_those_of_plain_torch, hash_is_that_of_plain_torch, conv_mode_changes_no_bit, transformer_mode_changes_no_bit,
+    steps_are_those_of_plain_torch, gradients_are_carried_as_in_plain_torch, hash_is_that_of_plain_torch,
+    conv_mode_changes_no_bit, conv_relu_mode_changes_no_bit, transformer_mode_changes_no_bit,
     graph_capture_of_a_training_step, unsteady_blocks_are_found,
 )  # fmt: skip
 

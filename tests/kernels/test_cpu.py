@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from bodies import state, step_both
+from bodies import bits, carried, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ratios import ratios
@@ -31,15 +31,16 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     shape=st.sampled_from([(0,), (1,), (7,), (3, 5), (2, 3, 4, 5), (65_537,), (2, 70_000)]),
     width=st.sampled_from([torch.uint8, torch.int16, torch.int32]),
     layout=st.sampled_from(["contiguous", "channels_last", "other"]),
+    seen=st.sampled_from([None, torch.float32]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
-    residual=st.booleans(),
+    form=st.integers(0, 2),
     guard=st.integers(0, 20),
     seed=st.integers(0, 10**6),
     integers=st.sampled_from([torch.int32, torch.int16]),
 )
 @pytest.mark.parametrize("which", BODIES)
 def test_same_bits_as_the_plain_bodies(
-    which, gamma, shape, width, layout, dtype, residual, guard, seed, integers
+    which, gamma, shape, width, layout, dtype, seen, form, guard, seed, integers
 ) -> None:
     if gamma.denominator - 1 > torch.iinfo(width).max:
         width = torch.int32
@@ -48,8 +49,8 @@ def test_same_bits_as_the_plain_bodies(
         patch.setattr(torch, "get_num_threads", lambda: 2)
         if which == "pieces":
             patch.setattr(native, "load", lambda: None)
-        s = state(gamma, shape, width, layout, dtype, seed, integers)
-        ours, theirs = step_both(cpu, s, gamma, residual, guard)
+        s = state(gamma, shape, width, layout, dtype, seed, integers, seen)
+        ours, theirs = step_both(cpu, s, gamma, form, guard)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
@@ -59,14 +60,14 @@ def test_same_bits_as_the_plain_bodies(
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
-@pytest.mark.parametrize("residual", [False, True])
-def test_the_watch_sees_what_is_not_finite_or_too_large(body: str, poison: float, residual: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("form", [0, 1, 2])
+def test_the_watch_sees_what_is_not_finite_or_too_large(body: str, poison: float, form: int, monkeypatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, v, i, y, out = state(Fraction(9, 10), (100_000,), torch.int32, "contiguous", torch.float32, 0)
     y[77_777] = poison
     watch = torch.zeros(2)
-    cpu.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, residual, 3, out, watch)
-    assert not watch[0] <= 2.0**30
+    cpu.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, form, 3, out, watch)
+    assert (watch[0] <= 2.0**30) == (form == 2 and poison == -float("inf"))  # a relu makes 0 of that
 
 
 def test_the_operators_use_these_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,29 +86,16 @@ def test_a_compiler_that_fails_is_no_harm(tmp_path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("which", BODIES)
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("form", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 70_001), (2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("carried_in", [torch.float32, torch.bfloat16])
-def test_gradients_are_carried_with_the_same_bits(which, residual, shape, dtype, carried_in, monkeypatch) -> None:
+def test_gradients_are_carried_with_the_same_bits(which, form, shape, dtype, carried_in, monkeypatch) -> None:
     if which == "pieces":
         monkeypatch.setattr(native, "load_carry", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    p, h, d = torch.randn(shape).to(carried_in), torch.randn(shape).to(carried_in), torch.randn(shape).to(dtype)
-    for carried in ((p, h), (None, h), (p, None), (None, None)):
-        for wanted in (True, False):
-            found = []
-            for body in (cpu.carry, None):
-                p_, h_, d_ = (None if t is None else t.clone() for t in (*carried, d))
-                gy = torch.empty(shape, dtype=carried_in)
-                cast = gy if dtype == carried_in else torch.empty(shape, dtype=dtype)
-                out = None if not wanted else torch.empty(shape, dtype=carried_in) if p_ is None else p_
-                factors = (9.0, 0.7, 0.1, residual)
-                if body is None or not body(p_, h_, d_, factors, out, gy, cast):
-                    graph.carry(p_, h_, d_, factors, out, gy)
-                    cast.copy_(gy)
-                found.append([gy, cast, *([out] if wanted else [])])
-            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for ours, theirs in carried(cpu.carry, shape, dtype, carried_in, form):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -122,3 +110,20 @@ def test_the_hash_is_the_one_defined(dtype, size, threads, monkeypatch: pytest.M
         found = torch.full((), 5, dtype=torch.int64)
         assert cpu.digest(t, found, seed, sign)
         assert found == 5 + sign * verify.digest_ref(verify.words(t), seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 8, 3_001, 70_001])
+def test_a_relu_lets_through_what_torch_does(body: str, size: int, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, v, i, y, out = state(Fraction(9, 10), (size,), torch.int32, "contiguous", dtype, 0, seen=torch.float32)
+    x = torch.where(torch.rand(size) < 0.3, 0, x)
+    y[::7], y[::11], y[::13], y[::17] = float("nan"), 0.0, float("inf"), -0.0
+    leaf = y.clone().requires_grad_()
+    with torch.enable_grad():
+        leaf.add(0).add_(x * 2.0**-20).relu().sum().backward()
+    x, v, i, y, out = (t.to("cpu") for t in (x, v, i, y, out))
+    mask, watch = bits(x), torch.zeros(2, device="cpu")
+    cpu.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, 2, 3, out, watch, mask)
+    assert torch.equal(graph.unpacked(mask, x.shape, x.stride()).to(dtype).cpu(), leaf.grad)
+    assert not mask.cpu()[-1] >> (size % 8 or 8), "bits beyond the last element"

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from bodies import state, step_both
+from bodies import bits, carried, state, step_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ratios import ratios
@@ -34,18 +34,19 @@ def test_quotients_by_reciprocal_are_exact(b: int, a: int) -> None:
     shape=st.sampled_from([(0,), (1,), (7,), (3, 5), (2, 3, 4, 5), (1_025,), (2, 3_000)]),
     width=st.sampled_from([torch.uint8, torch.int16, torch.int32]),
     layout=st.sampled_from(["contiguous", "channels_last", "other"]),
+    seen=st.sampled_from([None, torch.float32]),
     dtype=st.sampled_from(DTYPES),
-    residual=st.booleans(),
+    form=st.integers(0, 2),
     guard=st.integers(0, 20),
     seed=st.integers(0, 10**6),
     integers=st.sampled_from([torch.int32, torch.int16]),
 )
-def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, residual, guard, seed, integers) -> None:
+def test_same_bits_as_the_plain_bodies(gamma, shape, width, layout, dtype, seen, form, guard, seed, integers) -> None:
     if gamma.denominator - 1 > torch.iinfo(width).max:
         width = torch.int32
     guard = guard if integers == torch.int32 else guard % 7
-    s = tuple(t if t is None else t.to(DEVICE) for t in state(gamma, shape, width, layout, dtype, seed, integers))
-    ours, theirs = step_both(cuda, s, gamma, residual, guard)
+    s = tuple(t if t is None else t.to(DEVICE) for t in state(gamma, shape, width, layout, dtype, seed, integers, seen))
+    ours, theirs = step_both(cuda, s, gamma, form, guard)
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
@@ -70,36 +71,23 @@ def test_the_ends_of_the_range_too(gamma: Fraction) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
-@pytest.mark.parametrize("residual", [False, True])
-def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, residual: bool) -> None:
+@pytest.mark.parametrize("form", [0, 1, 2])
+def test_the_watch_sees_what_is_not_finite_or_too_large(poison: float, form: int) -> None:
     s = state(Fraction(9, 10), (3_000,), torch.int32, "contiguous", torch.float32, 0)
     x, v, i, y, out = (t.to(DEVICE) for t in s)
     y[2_345] = poison
     watch = torch.zeros(2, device=DEVICE)
-    cuda.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, residual, 3, out, watch)
-    assert not watch[0] <= 2.0**30
+    cuda.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, form, 3, out, watch)
+    assert (watch[0] <= 2.0**30) == (form == 2 and poison == -float("inf"))  # a relu makes 0 of that
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("form", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1_500), (2, 3, 4, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("carried_in", DTYPES)
-def test_gradients_are_carried_with_the_same_bits(residual, shape, dtype, carried_in) -> None:
-    p, h, d = torch.randn(shape).to(carried_in), torch.randn(shape).to(carried_in), torch.randn(shape).to(dtype)
-    for carried in ((p, h), (None, h), (p, None), (None, None)):
-        for wanted in (True, False):
-            found = []
-            for body in (cuda.carry, None):
-                p_, h_, d_ = (None if t is None else t.clone().to(DEVICE) for t in (*carried, d))
-                gy = torch.empty(shape, dtype=carried_in).to(DEVICE)
-                cast = gy if dtype == carried_in else torch.empty(shape, dtype=dtype).to(DEVICE)
-                out = None if not wanted else torch.empty(shape, dtype=carried_in).to(DEVICE) if p_ is None else p_
-                factors = (9.0, 0.7, 0.1, residual)
-                if body is None or not body(p_, h_, d_, factors, out, gy, cast):
-                    graph.carry(p_, h_, d_, factors, out, gy)
-                    cast.copy_(gy)
-                found.append([gy, cast, *([out] if wanted else [])])
-            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+def test_gradients_are_carried_with_the_same_bits(form, shape, dtype, carried_in) -> None:
+    for ours, theirs in carried(cuda.carry, shape, dtype, carried_in, form, DEVICE):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
@@ -137,3 +125,19 @@ def test_the_watch_sees_a_start_that_is_not_finite_or_too_large(poison: float) -
     watch = torch.zeros(2, device=DEVICE)
     assert cuda.encode(x, 2.0**20, 2.0**-20, torch.empty_like(x, dtype=torch.int32), None, watch, 1)
     assert not watch[1] <= 2.0**30
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 8, 3_001, 1_025])
+def test_a_relu_lets_through_what_torch_does(size: int, dtype: torch.dtype) -> None:
+    x, v, i, y, out = state(Fraction(9, 10), (size,), torch.int32, "contiguous", dtype, 0, seen=torch.float32)
+    x = torch.where(torch.rand(size) < 0.3, 0, x)
+    y[::7], y[::11], y[::13], y[::17] = float("nan"), 0.0, float("inf"), -0.0
+    leaf = y.clone().requires_grad_()
+    with torch.enable_grad():
+        leaf.add(0).add_(x * 2.0**-20).relu().sum().backward()
+    x, v, i, y, out = (t.to(DEVICE) for t in (x, v, i, y, out))
+    mask, watch = bits(x), torch.zeros(2, device=DEVICE)
+    cuda.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, 2, 3, out, watch, mask)
+    assert torch.equal(graph.unpacked(mask, x.shape, x.stride()).to(dtype).cpu(), leaf.grad)
+    assert not mask.cpu()[-1] >> (size % 8 or 8), "bits beyond the last element"

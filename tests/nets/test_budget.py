@@ -58,7 +58,7 @@ def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first")])
+@pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first"), ("relu", None)])
 def test_sweep(kind: str, form: str, velocity: str | None) -> None:
     """From the least to more than plain autograd takes: within the budget, as predicted, less and less run again, same bits."""
     net, x = budgeted(kind, form=form, velocity=velocity, budget=10**9)
@@ -330,8 +330,8 @@ def test_copies_keep_the_budget() -> None:
     assert net.plan != other.plan
 
 
-def track(depth: int, saved: int, size: int = 1000, at: int = 0, end: int | None = None) -> Track:
-    recurrence = Recurrence((Fraction(9, 10),) * depth, residual=True)
+def track(depth: int, saved: int, size: int = 1000, at: int = 0, end: int | None = None, form: str = "block") -> Track:
+    recurrence = Recurrence((Fraction(9, 10),) * depth, form)
     found = Track.of(Plan.uniform("reverse", depth), recurrence, torch.empty(size))
     end = at + 2 * depth if end is None else end
     for k in range(depth):
@@ -352,6 +352,11 @@ def test_a_chain_gets_quicker_and_larger_link_by_link() -> None:
     assert links[-1].cost == 0
     costs = [within(budget, links, "it").cost for budget in range(90_000, 900_000, 5_000)]
     assert costs == sorted(costs, reverse=True)
+
+
+def test_the_bits_of_relus_are_counted_where_only_blocks_are_seen() -> None:
+    block, relu = (estimated(track(4, 30_000, form=form), 0) for form in ("block", "relu"))
+    assert [b - a for a, b in zip(block, relu, strict=True)] == [125, 250, 375, 500, 500, 500, 375, 250, 125]
 
 
 def test_an_input_is_kept_before_tensors_are() -> None:

@@ -20,14 +20,14 @@ def composed(blocks: list[nn.Module], form: str) -> nn.Module:
 
         def forward(self, x: Tensor) -> Tensor:
             for part in self.parts:
-                x = part(x) if form == "block" else x + part(x)
+                x = part(x) if form == "block" else torch.relu(x + part(x)) if form == "relu" else x + part(x)
             return x
 
     return One()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 @pytest.mark.parametrize("velocity", [None, "first"])
 def test_bits_in_every_mode(kind: str, form: str, velocity: str | None) -> None:
     blocks, x = stack(kind, 11)
@@ -36,7 +36,7 @@ def test_bits_in_every_mode(kind: str, form: str, velocity: str | None) -> None:
     assert len(net.recurrence.gammas) == 4
 
 
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 def test_it_is_the_network_of_composed_blocks(form: str) -> None:
     blocks, x = stack("mlp", 8)
     net = rg.MomentumNet(blocks, form=form, every=2, memory="reverse", fraction_bits=22)

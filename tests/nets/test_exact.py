@@ -32,7 +32,7 @@ def test_inverse_recovers_the_input_bit_for_bit(gamma: float | str, depth: int) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 2, 40])
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 @pytest.mark.parametrize("velocity", [None, "first"])
 def test_gradients_are_those_of_stored_activations(kind: str, depth: int, form: str, velocity: str | None) -> None:
     blocks, x = stack(kind, depth)
@@ -61,7 +61,7 @@ def test_gradients_in_other_dtypes(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 def test_gradients_with_16_bit_state(dtype: torch.dtype, kind: str, form: str) -> None:
     blocks, x = stack(kind, 40)
     net = rg.MomentumNet(blocks, gamma=0.9, form=form, verify="blocks", state_bits=16).to(dtype)
@@ -96,7 +96,7 @@ def test_learned_velocity() -> None:
     assert torch.equal(net.inverse(net.encode(x)), net.encode(x).fixed.decode(net.encode(x).fixed.encode(x), x.dtype))
 
 
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 def test_within_1e_5_of_a_float64_recurrence(form: str) -> None:
     """γ = 0.9, depth 100, unit-scale data; fraction bits calibrated."""
     blocks = [Mlp(64, 64) for _ in range(100)]
@@ -107,7 +107,7 @@ def test_within_1e_5_of_a_float64_recurrence(form: str) -> None:
     ours = [y.detach(), x.grad, *(p.grad for p in net.parameters())]
     exact = rg.MomentumNet(blocks, gamma=0.9).double()
     x64 = x.detach().double().requires_grad_()
-    y64 = float_recurrence(exact.blocks, Fraction(9, 10), x64, residual=form == "block")
+    y64 = float_recurrence(exact.blocks, Fraction(9, 10), x64, form)
     parameters = list(exact.parameters())
     truth = [y64.detach(), *torch.autograd.grad(y64.square().mean(), [x64, *parameters])]
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
@@ -122,7 +122,7 @@ def test_gradcheck_in_float64() -> None:
     assert torch.autograd.gradgradcheck(net, (x,), eps=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 @pytest.mark.parametrize("memory", ["store", "checkpoint", "auto"])
 def test_gamma_zero_is_the_plain_network(form: str, memory: str) -> None:
     blocks, x = stack("conv+batchnorm", 5)
@@ -133,7 +133,7 @@ def test_gamma_zero_is_the_plain_network(form: str, memory: str) -> None:
     x.requires_grad_()
     y = expected
     for block in blocks:
-        y = block(y) if form == "block" else y + block(y)
+        y = block(y) if form == "block" else torch.relu(y + block(y)) if form == "relu" else y + block(y)
     y.square().mean().backward()
     out = net(x)
     out.square().mean().backward()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.call import Extra
 from ..stack.uncompiled import uncompiled
+from .adapters import rectified
 from .stage import Own, Spare, Stage
 
 PLACE = "_retrograde_place"
@@ -50,6 +51,9 @@ class Converted:
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
         forward: Any = self._retrograde_class.forward
+        if place.stage.rectifies:
+            check_relu(self, place.path)
+            forward = rectified(self._retrograde_class)
         if place.stage.settings.compile is not None and place.stage.dry is None:
             forward = compiled(forward, place.stage.settings.compile)
         own = Own(self, forward, keyword, place.stage.dry)  # type: ignore[arg-type]
@@ -64,6 +68,18 @@ class Converted:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
+
+
+def check_relu(block: Any, path: str) -> None:
+    """Raise if the last relu of a block, which the step takes over, is not a plain one."""
+    relu = block.relu
+    if type(relu) is not nn.ReLU or any(
+        (relu._forward_hooks, relu._forward_pre_hooks, relu._backward_hooks, relu._backward_pre_hooks)
+    ):
+        raise ValueError(
+            f"the relu of {path} is a {type(relu).__name__}, or has hooks, and form='relu' does without its last call: convert with "
+            "form='block', or remove the hooks."
+        )
 
 
 _compiled: dict[tuple[Any, str], Any] = {}

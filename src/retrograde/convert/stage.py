@@ -200,6 +200,11 @@ class Stage:
     def gamma(self, gamma: Any) -> None:
         self.recurrence = self._recurrence(gamma)
 
+    @property
+    def rectifies(self) -> bool:
+        """Whether the blocks are to give f, and the steps form relu(x + f)."""
+        return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
+
     def plan_for(self, dtype: torch.dtype) -> Plan:
         """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
         if self.planned is not None and not (self.planned.reversed and 0 in self.recurrence.gammas):
@@ -239,7 +244,7 @@ class Stage:
         else:
             self._hand_on(run, x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
-        return own.with_x(x1 if self.settings.form == "block" else Branch.of(x, x1))
+        return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
 
     def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
         """The block alone: γ = 0, or a block outside of any stage."""
@@ -269,7 +274,7 @@ class Stage:
             integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
             run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
             if self.settings.velocity == "first":
-                run.launch(own, extra, self.recurrence.residual)
+                run.launch(own, extra, self.recurrence.form)
             return run
         held = self.range.of(own.block.training)
         fixed = None if self.surveying else held.current(x)
@@ -285,7 +290,7 @@ class Stage:
         )
         run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
-            run.launch(own, extra, self.recurrence.residual)
+            run.launch(own, extra, self.recurrence.form)
         return run
 
     def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
@@ -327,7 +332,7 @@ class Stage:
             run.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
 
     def _recurrence(self, gamma: Any) -> Recurrence:
-        return Recurrence(as_ratios(gamma, self.steps), self.settings.form == "block", self.range.narrow)
+        return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": [], "recorder": None}

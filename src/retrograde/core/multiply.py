@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def multiply(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """v·n/d to within one unit, and the buffer from which `divide` recovers v.
+    """v·n/d to within one unit, and the buffer from which v is recovered, with n and d exchanged.
 
     v is split as q·d + r₀, so intermediate values stay below |v| and n·d + n.
 
@@ -24,7 +24,7 @@ def multiply(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
     >>> v1, i1 = multiply(v, i, 9, 10)
     >>> v1
     tensor([        6,        -7, 966367641])
-    >>> all(torch.equal(a, b) for a, b in zip(divide(v1, i1, 9, 10), (v, i)))
+    >>> all(torch.equal(a, b) for a, b in zip(multiply(v1, i1, 10, 9), (v, i)))
     True
     """
     v64, i64 = v.long(), i.long()
@@ -32,11 +32,6 @@ def multiply(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
     q, r0 = _divmod(v64, d)
     carry, r = _divmod(r0 * n + u, d)
     return (q * n + carry).to(v.dtype), (rest * d + r).to(i.dtype)
-
-
-def divide(v: Tensor, i: Tensor, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """The exact inverse of `multiply(·, ·, n, d)`."""
-    return multiply(v, i, d, n)
 
 
 def _divmod(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@
  *   pull      x <- x - (v + half >> guard)                                      out = x*unit
  *   retreat   v <- (v - round(f*scale)) * d/n                                    and, with an out, pull after it
  *
- * f is y, or y - x*unit (residual). The multiplication by n/d is the one of core/multiply.py. Quotients of integers are
+ * f is y (form 0), y - x*unit (1) or relu(x*unit + y) - x*unit (2); an advance then sets the bits of the mask, if there is one,
+ * where the relu lets its input through. The multiplication by n/d is the one of core/multiply.py. Quotients of integers are
  * floor((a + 1/2) * (1/b)) in float64: exact, because |a| < 2^50 and (a + 1/2)/b is at least 1/(2b) from any integer.
  * Must be compiled without contraction of products and sums, and with the default rounding mode. */
 
@@ -22,9 +23,10 @@ typedef struct {
     int32_t n, d;       /* multiply v by n/d */
     int32_t guard;      /* further bits of v */
     float scale, unit;
-    int32_t residual, what;
+    int32_t form, what;
     float *peak;        /* receives the largest |v| and |x| of an advance */
     int32_t bad;        /* a step was not finite or out of range */
+    uint8_t *mask;      /* one bit an element, or null */
 } job;
 
 enum { ADVANCE, PULL, RETREAT };
@@ -58,13 +60,36 @@ static void multiply(const job *j, int64_t from, int64_t size, int32_t n, int32_
     }
 }
 
+/* Where the relu of a piece lets its input through: element 8b + k is bit k of byte b. */
+static void bits(const job *j, int64_t from, int64_t size) {
+    const float *restrict y = j->y + from, unit = j->unit;
+    const int32_t *restrict x = j->x + from;
+    uint8_t *restrict mask = j->mask + from / 8;
+    for (int64_t b = 0; b < size / 8; b++) {
+        uint8_t byte = 0;
+        for (int k = 0; k < 8; k++) byte |= (uint8_t)(!((float)x[8 * b + k] * unit + y[8 * b + k] <= 0.0f) << k);
+        mask[b] = byte;
+    }
+    if (size % 8) {
+        uint8_t byte = 0;
+        for (int64_t e = size / 8 * 8; e < size; e++) byte |= (uint8_t)(!((float)x[e] * unit + y[e] <= 0.0f) << e % 8);
+        mask[size / 8] = byte;
+    }
+}
+
 /* Steps of a piece, as floats; whether any is out of range. */
 static int32_t steps(const job *j, int64_t from, int64_t size, float *restrict step) {
     const float *restrict y = j->y + from;
     const int32_t *restrict x = j->x + from;
     const float scale = j->scale, unit = j->unit;
     int32_t bad = 0;
-    if (j->residual) {
+    if (j->form == 2) {
+        for (int64_t e = 0; e < size; e++) {
+            const float x0 = (float)x[e] * unit, s = x0 + y[e];
+            step[e] = rintf(((s <= 0.0f ? 0.0f : s) - x0) * scale);
+        }
+        if (j->mask) bits(j, from, size);
+    } else if (j->form) {
         for (int64_t e = 0; e < size; e++) step[e] = rintf((y[e] - (float)x[e] * unit) * scale);
     } else {
         for (int64_t e = 0; e < size; e++) step[e] = rintf(y[e] * scale);
@@ -131,7 +156,7 @@ void retrograde_run(job *whole, int32_t threads) {
     float peak_v = 0, peak_x = 0;
     int32_t bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(max : peak_v, peak_x) reduction(| : bad)
-    for (int32_t t = 0; t < threads; t++) {
+    for (int32_t t = 0; t < threads; t++) { /* shares are whole bytes of the mask */
         const int64_t from = t * share < whole->size ? t * share : whole->size;
         job part = *whole;
         part.x += from;
@@ -139,6 +164,7 @@ void retrograde_run(job *whole, int32_t threads) {
         part.i = (char *)part.i + from * part.width;
         part.y += from;
         part.out = part.out ? part.out + from : part.out;
+        part.mask = part.mask ? part.mask + from / 8 : part.mask;
         part.size = whole->size - from < share ? whole->size - from : share;
         float peak[2];
         run(&part, peak);
@@ -154,35 +180,48 @@ void retrograde_run(job *whole, int32_t threads) {
 }
 
 /* The gradient of a step, see stack/graph.py: gx = p + d, s = gx + c*h, gy = gain*s, out = gx or gx - gy. Without p, it is e*h;
-   without h, it is 0; without out, gx goes nowhere. out may be p. */
+   without h, it is 0; without out, gx goes nowhere. out may be p. With a mask, cast is gy and out is gx where its bits are set, elsewhere
+   cast is 0 and out is gx - gy. */
 static void carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
-                  float c, float e, float gain, int32_t residual) {
-    if (p && h && out) {
+                  float c, float e, float gain, int32_t form, float *cast, const uint8_t *mask) {
+    if (mask && p && h && out) {
+        for (int64_t k = 0; k < size; k++) {
+            const float x = p[k] + d[k], y = (x + h[k] * c) * gain;
+            const int32_t m = mask[k >> 3] >> (k & 7) & 1;
+            gy[k] = y;
+            cast[k] = m ? y : 0.0f;
+            out[k] = m ? x : x - y;
+        }
+        return;
+    }
+    if (!mask && p && h && out) {
         for (int64_t k = 0; k < size; k++) {
             const float x = p[k] + d[k], y = (x + h[k] * c) * gain;
             gy[k] = y;
-            out[k] = residual ? x - y : x;
+            out[k] = form ? x - y : x;
         }
         return;
     }
     for (int64_t k = 0; k < size; k++) {
         const float x = p ? p[k] + d[k] : h ? h[k] * e + d[k] : d[k], y = (h ? x + h[k] * c : x) * gain;
+        const int32_t m = mask ? mask[k >> 3] >> (k & 7) & 1 : !form;
         gy[k] = y;
-        if (out)
-            out[k] = residual ? x - y : x;
+        if (mask) cast[k] = m ? y : 0.0f;
+        if (out) out[k] = m ? x : x - y;
     }
 }
 
 void retrograde_carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
-                      float c, float e, float gain, int32_t residual, int32_t threads) {
+                      float c, float e, float gain, int32_t form, float *cast, const uint8_t *mask, int32_t threads) {
     if (threads == 1) {
-        carry(p, h, d, out, gy, size, c, e, gain, residual);
+        carry(p, h, d, out, gy, size, c, e, gain, form, cast, mask);
         return;
     }
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t from = 0; from < size; from += PIECE) {
         const int64_t piece = size - from < PIECE ? size - from : PIECE;
-        carry(p ? p + from : p, h ? h + from : h, d + from, out ? out + from : out, gy + from, piece, c, e, gain, residual);
+        carry(p ? p + from : p, h ? h + from : h, d + from, out ? out + from : out, gy + from, piece, c, e, gain, form,
+              cast + from, mask ? mask + from / 8 : mask);
     }
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Matching flat pieces of the state x and of tensors of its shape."""
     count = -(-x.numel() // PIECE)
     return zip(*([None] * count if t is None else _flat(t, x).split(PIECE) for t in (x, *others)), strict=True)
+
+
+def _bits(x: Tensor, mask: Tensor | None) -> Iterable[Tensor | None]:
+    """The bytes of a mask that go with the pieces of x."""
+    return [None] * -(-x.numel() // PIECE) if mask is None else mask.split(PIECE // 8)
 
 
 def _flat(t: Tensor, like: Tensor) -> Tensor:
@@ -85,9 +90,11 @@ def _half(b: int) -> Tensor:
     return torch.tensor(0.5 / b, dtype=torch.float64)
 
 
-def _increment(x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float, residual: bool) -> Tensor:
-    if residual:
-        return plain.increment(x, y, seen, scale, unit, residual)
+def _increment(
+    x: Tensor, y: Tensor, seen: torch.dtype, scale: float, unit: float, form: int, mask: Tensor | None = None
+) -> Tensor:
+    if form:
+        return plain.increment(x, y, seen, scale, unit, form, mask)
     step = _scratch.step[: y.numel()]
     return (torch.mul(y, scale, out=step) if y.dtype == torch.float32 else step.copy_(y).mul_(scale)).round_()
 
@@ -101,11 +108,14 @@ def _decode(x: Tensor, unit: float, out: Tensor) -> None:
 
 def _native(
     what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, watch: Tensor | None = None,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, watch: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> native.Job | None:  # fmt: skip
     """The whole step in compiled code; None where there is none for it."""
     run = native.load()
-    if run is None or (residual and seen != torch.float32):
+    if run is None or (form and seen != torch.float32):
+        return None
+    if form == 2 and y is not None and y.dtype.itemsize < 4:  # what the sum is rounded to
         return None
     given = y if y is None or (y.dtype == torch.float32 and y.stride() == x.stride()) else laid_out_as(x, y).float()
     result = out if out is None or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
@@ -113,7 +123,7 @@ def _native(
     job = native.Job(
         x.data_ptr(), v.data_ptr(), None if i is None else i.data_ptr(), None if given is None else given.data_ptr(),
         None if result is None else result.data_ptr(), size, 0 if i is None else i.element_size(), n, d, guard, scale, unit,
-        residual, what, None if watch is None else watch.data_ptr(),
+        form, what, None if watch is None else watch.data_ptr(), 0, None if mask is None else mask.data_ptr(),
     )  # fmt: skip
     run(ctypes.addressof(job), threads if threads == 1 else min(threads, 1 + size // PIECE))
     if out is not None and result is not None and result is not out:
@@ -123,26 +133,26 @@ def _native(
 
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     if not alike(x, v, i, out):
-        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
         return
     if x.dtype != torch.int32:
         seen_here = torch.zeros_like(watch)
         watch.zero_()
-        for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
-            plain.advance_(x_, v_, i_, y_, seen, n, d, scale, unit, residual, guard, out_, seen_here)
+        for (x_, v_, i_, y_, out_), mask_ in zip(_pieces(x, v, i, y, out), _bits(x, mask), strict=True):
+            plain.advance_(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, seen_here, mask_)
             torch.maximum(watch, seen_here, out=watch)
         return
-    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, residual, guard, watch)
+    job = _native(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, form, guard, watch, mask)
     if job is not None:
         if job.bad:
-            watch[0] = plain.increment(x - plain.rounded(v, guard), y, seen, scale, unit, residual).abs().amax()
+            watch[0] = plain.increment(x - plain.rounded(v, guard), y, seen, scale, unit, form).abs().amax()
         return
     peaks = []
-    for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
-        step = _increment(x_, y_, seen, scale, unit, residual)
+    for (x_, v_, i_, y_, out_), mask_ in zip(_pieces(x, v, i, y, out), _bits(x, mask), strict=True):
+        step = _increment(x_, y_, seen, scale, unit, form, mask_)
         if n == 0:
             v_.zero_()
         elif n != d:
@@ -159,7 +169,7 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
     if x.dtype != torch.int32 or not alike(x, v, out):
         plain.pull_(x, v, unit, guard, out)
         return
-    if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, False, guard) is not None:
+    if _native(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, 0, guard) is not None:
         return
     for x_, v_, out_ in _pieces(x, v, out):
         _decode(x_.sub_(plain.rounded(v_, guard)), unit, out_)
@@ -167,19 +177,19 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
     if not alike(x, v, i, out):
-        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, form, guard, out)
         return
     if x.dtype != torch.int32:
         for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
-            plain.retreat_(x_, v_, i_, y_, seen, n, d, scale, unit, residual, guard, out_)
+            plain.retreat_(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_)
         return
-    if _native(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, residual, guard) is not None:
+    if _native(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, form, guard) is not None:
         return
     for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
-        v_.sub_(_scratch.q[: v_.numel()].copy_(_increment(x_, y_, seen, scale, unit, residual)))
+        v_.sub_(_scratch.q[: v_.numel()].copy_(_increment(x_, y_, seen, scale, unit, form)))
         if n != d:
             _multiply_(v_, i_, d, n)
         if out_ is not None:
@@ -187,19 +197,19 @@ def retreat_(
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, bool],
-    out: Tensor | None, gy: Tensor, cast: Tensor,
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, int],
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if there is compiled code for it; whether there was."""
     run = native.load_carry()
-    if run is None or cast is not gy or not alike(gy, p, h, d, out):
+    if run is None or (mask is None and cast is not gy) or not alike(gy, p, h, d, out, cast):
         return False
-    if any(t is not None and t.dtype != torch.float32 for t in (p, h, d, gy)):
+    if any(t is not None and t.dtype != torch.float32 for t in (p, h, d, gy, cast)):
         return False
     threads, size = torch.get_num_threads(), gy.numel()
     threads = threads if threads == 1 else min(threads, 1 + size // PIECE)
     at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy)]
-    run(*at, size, *factors, threads)
+    run(*at, size, *factors, cast.data_ptr(), None if mask is None else mask.data_ptr(), threads)
     return True
 
 

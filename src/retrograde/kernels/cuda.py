@@ -77,11 +77,28 @@ def _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND: tl.constexpr):
 
 
 @triton.jit
-def _step(x, y, scale, unit, RESIDUAL: tl.constexpr, SEEN: tl.constexpr):
-    f = y.to(tl.float32)
-    if RESIDUAL:
-        f = f - (x.to(tl.float32) * unit).to(SEEN).to(tl.float32)
-    return _round(f * scale)
+def _output(x, y, unit, FORM: tl.constexpr, SEEN: tl.constexpr):
+    """f + x̃ and x̃, or f and 0."""
+    f, x0 = y.to(tl.float32), 0.0
+    if FORM != 0:
+        x0 = (x.to(tl.float32) * unit).to(SEEN).to(tl.float32)
+    if FORM == 2:
+        s = (x0 + f).to(y.dtype).to(tl.float32)
+        f = tl.where(s <= 0, 0.0, s)
+    return f, x0
+
+
+@triton.jit
+def _step(f, x0, scale, FORM: tl.constexpr):
+    return _round((f - x0) * scale) if FORM != 0 else _round(f * scale)
+
+
+@triton.jit
+def _store_bits(mask_ptr, passed, size, BLOCK: tl.constexpr):
+    """Element 8b + j is bit j of byte b."""
+    eights = tl.reshape(passed.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :]
+    at = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    tl.store(mask_ptr + at, tl.sum(eights, 1).to(tl.uint8), at * 8 < size)
 
 
 @triton.jit
@@ -97,15 +114,18 @@ def _held(a, ptr):
 
 @triton.jit
 def _advance(
-    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr,
+    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr, mask_ptr,
     size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     x = tl.load(x_ptr + at, inside, other=0).to(tl.int32)
     v = tl.load(v_ptr + at, inside, other=0).to(tl.int32)
-    step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
+    f, x0 = _output(x, tl.load(y_ptr + at, inside, other=0.0), unit, FORM, SEEN)
+    step = _step(f, x0, scale, FORM)
+    if MASK:
+        _store_bits(mask_ptr, inside & ~(f <= 0), size, BLOCK)
     if KIND >= 2:
         i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
         v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
@@ -158,12 +178,13 @@ def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
 def _retreat(
     x_ptr, v_ptr, i_ptr, y_ptr, out_ptr,
     size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr, SEEN: tl.constexpr, PULL: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, PULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) if RESIDUAL or PULL else 0
-    step = _step(x, tl.load(y_ptr + at, inside, other=0.0), scale, unit, RESIDUAL, SEEN)
+    x = tl.load(x_ptr + at, inside, other=0).to(tl.int32) if FORM != 0 or PULL else 0
+    f, x0 = _output(x, tl.load(y_ptr + at, inside, other=0.0), unit, FORM, SEEN)
+    step = _step(f, x0, scale, FORM)
     good = tl.abs(step) <= 1073741824.0
     v = _held(tl.load(v_ptr + at, inside, other=0).to(tl.int32) - tl.where(good, step, 0.0).to(tl.int32), v_ptr)
     if KIND >= 2:
@@ -179,8 +200,8 @@ def _retreat(
 
 @triton.jit
 def _carry(
-    p_ptr, h_ptr, d_ptr, out_ptr, gy_ptr, cast_ptr, size, c, e, gain,
-    P: tl.constexpr, H: tl.constexpr, OUT: tl.constexpr, CAST: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, h_ptr, d_ptr, out_ptr, gy_ptr, cast_ptr, mask_ptr, size, c, e, gain,
+    P: tl.constexpr, H: tl.constexpr, OUT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -197,10 +218,14 @@ def _carry(
     gy = s * gain
     given = gy.to(gy_ptr.dtype.element_ty)
     tl.store(gy_ptr + at, given, inside)
+    if FORM == 2:
+        passed = ((tl.load(mask_ptr + at // 8, inside, other=0).to(tl.int32) >> (at % 8).to(tl.int32)) & 1) != 0
+        given = tl.where(passed, given.to(tl.float32), 0.0)
+        gy = tl.where(passed, 0.0, gy)
     if CAST:
         tl.store(cast_ptr + at, given, inside)
     if OUT:
-        tl.store(out_ptr + at, gx - gy if RESIDUAL else gx, inside)
+        tl.store(out_ptr + at, gx - gy if FORM != 0 else gx, inside)
 
 
 @triton.jit(do_not_specialize=["seed", "sign"])
@@ -266,13 +291,22 @@ def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, 
 
 def advance_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor, watch: Tensor,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     if x.dtype == torch.int64 or not alike(x, v, i, out):
-        plain.advance_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out, watch)
+        plain.advance_(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
         return
-    tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch.view(torch.int32))
-    _launch(_advance, tensors, x.numel(), (*_ratio(n, d), scale, unit, guard), _kind(n, d), residual, _FLOATS[seen])
+    tensors = (
+        x,
+        v,
+        x if i is None else i,
+        laid_out_as(x, y),
+        out,
+        watch.view(torch.int32),
+        x if mask is None else mask,
+    )
+    numbers, constants = (*_ratio(n, d), scale, unit, guard), (_kind(n, d), form, _FLOATS[seen], mask is not None)
+    _launch(_advance, tensors, x.numel(), numbers, *constants)
 
 
 def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
@@ -284,27 +318,27 @@ def pull_(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 
 def retreat_(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, residual: bool, guard: int, out: Tensor | None,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
 ) -> None:  # fmt: skip
     if x.dtype == torch.int64 or not alike(x, v, i, out):
-        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, residual, guard, out)
+        plain.retreat_(x, v, i, y, seen, n, d, scale, unit, form, guard, out)
         return
     tensors = (x, v, x if i is None else i, laid_out_as(x, y), x if out is None else out)
-    numbers, constants = (*_ratio(d, n), scale, unit, guard), (_kind(d, n), residual, _FLOATS[seen], out is not None)
+    numbers, constants = (*_ratio(d, n), scale, unit, guard), (_kind(d, n), form, _FLOATS[seen], out is not None)
     _launch(_retreat, tensors, x.numel(), numbers, *constants)
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, bool],
-    out: Tensor | None, gy: Tensor, cast: Tensor,
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, int],
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if the layout allows; whether it did."""
     if gy.dtype == torch.float64 or not alike(gy, out):
         return False
-    c, e, gain, residual = factors
+    c, e, gain, form = factors
     given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]
-    tensors = (*given, gy if out is None else out, gy, cast)
-    constants = (p is not None, h is not None, out is not None, cast is not gy, residual)
+    tensors = (*given, gy if out is None else out, gy, cast, gy if mask is None else mask)
+    constants = (p is not None, h is not None, out is not None, cast is not gy, form)
     _launch(_carry, tensors, gy.numel(), (c, e, gain), *constants)
     return True
 

@@ -31,8 +31,8 @@ class Job(ctypes.Structure):
     _fields_ = [
         ("x", ctypes.c_void_p), ("v", ctypes.c_void_p), ("i", ctypes.c_void_p), ("y", ctypes.c_void_p), ("out", ctypes.c_void_p),
         ("size", ctypes.c_int64), ("width", ctypes.c_int32), ("n", ctypes.c_int32), ("d", ctypes.c_int32),
-        ("guard", ctypes.c_int32), ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("residual", ctypes.c_int32),
-        ("what", ctypes.c_int32), ("peak", ctypes.c_void_p), ("bad", ctypes.c_int32),
+        ("guard", ctypes.c_int32), ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("form", ctypes.c_int32),
+        ("what", ctypes.c_int32), ("peak", ctypes.c_void_p), ("bad", ctypes.c_int32), ("mask", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -61,9 +61,9 @@ def load() -> Callable[..., None] | None:
 
 @functools.cache
 def load_carry() -> Callable[..., None] | None:
-    """The compiled `retrograde_carry(p, h, d, out, gy, size, c, e, gain, residual, threads)`, or None."""
+    """The compiled `retrograde_carry(p, h, d, out, gy, size, c, e, gain, form, cast, mask, threads)`, or None."""
     library = _library()
-    return None if library is None else _typed(library.retrograde_carry, "p p p p p l f f f i i")
+    return None if library is None else _typed(library.retrograde_carry, "p p p p p l f f f i p p i")
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Seen:
 
 
 def simulated(
-    net: nn.Module, blocks: Sequence[nn.Module], launch: tuple[Any, Extra, bool] | None, recurrence: Recurrence, form: str,
+    net: nn.Module, blocks: Sequence[nn.Module], launch: tuple[Any, Extra, str] | None, recurrence: Recurrence, form: str,
     plan: Plan, x: Tensor, extra: Extra, verified: bool,
 ) -> tuple[list[int], Track]:  # fmt: skip
     """The usage of a training step of a momentum network on its own, and its track."""

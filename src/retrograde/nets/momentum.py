@@ -25,7 +25,7 @@ from ..core.parts import Memo
 from ..core.rational import as_ratios
 from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
-from ..stack.momentum import Momentum, Recurrence
+from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.residual import grouped, residual
@@ -56,7 +56,9 @@ class MomentumNet(nn.Module):
         blocks: modules that map x, and any extra inputs, to a tensor like x. The same block may occur several times.
         gamma: γ in [0, 1], one for all blocks or one each. A float stands for the nearest ratio of small integers. At
             γ = 1, v ← v + f(x): the Hamiltonian limit.
-        form: "branch": the blocks compute f(x); "block": they compute x + f(x).
+        form: "branch": the blocks compute f(x); "block": they compute x + f(x) (or relu(x + f(x)), or whatever they make of x);
+            "relu": they compute f(x), of a network x ← relu(x + f(x)): as "block" with the addition and the relu in the blocks, in
+            fewer passes over memory, and one bit an element and block is kept from forward to backward.
         velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
             everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
@@ -96,7 +98,7 @@ class MomentumNet(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
-        self._form = _choice("form", form, ("branch", "block"))
+        self._form = _choice("form", form, FORMS)
         self.verify = _choice("verify", verify, VERIFY)
         self.overflow = _choice("overflow", overflow, ("raise", "nan"))
         if velocity is not None and velocity != "first" and not callable(velocity):
@@ -121,14 +123,14 @@ class MomentumNet(nn.Module):
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
         self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
-        residual = self.form == "block" or self.every > 1
-        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), residual, self.range.narrow)
+        form = self.form if self.every == 1 else "block"
+        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), form, self.range.narrow)
         _check_reversible(self.memory, recurrence)
         self.recurrence = recurrence
 
     @property
     def form(self) -> str:
-        """Whether the blocks compute f(x) ("branch") or x + f(x) ("block")."""
+        """Whether the blocks compute f(x) ("branch", "relu") or x + f(x) ("block")."""
         return self._form
 
     @property
@@ -322,11 +324,11 @@ class MomentumNet(nn.Module):
             torch.set_autocast_cache_enabled(cached)
         return peaks(run.state.watch, run.state.fixed)
 
-    def _launch(self, extra: Extra) -> tuple[Any, Extra, bool] | None:
-        """What makes v₀, its extra inputs, and whether it returns x₀ + v₀."""
+    def _launch(self, extra: Extra) -> tuple[Any, Extra, str] | None:
+        """What makes v₀, its extra inputs, and its form."""
         if self.velocity == "first":
-            return self._groups()[0], extra, self.recurrence.residual
-        return None if self.velocity is None else (self.velocity, Extra((), {}), False)
+            return self._groups()[0], extra, self.recurrence.form
+        return None if self.velocity is None else (self.velocity, Extra((), {}), "branch")
 
     def extra_repr(self) -> str:
         velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__
@@ -343,7 +345,7 @@ def _itself(t: Tensor) -> Tensor:
 def _describe(recurrence: Recurrence) -> str:
     ratios = recurrence.gammas
     gamma = str(ratios[0]) if len(set(ratios)) == 1 else f"{min(ratios)}…{max(ratios)}"
-    return f"depth={len(ratios)}, gamma={gamma}, form={'block' if recurrence.residual else 'branch'!r}"
+    return f"depth={len(ratios)}, gamma={gamma}, form={recurrence.form!r}"
 
 
 def _modules(blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -75,13 +75,13 @@ class Forward:
         else:
             self.x = self.state.first()
 
-    def launch(self, block: Block, extra: Extra, residual: bool) -> None:
-        """Let the block's output on x₀ be v₀ (or x₀ + v₀)."""
+    def launch(self, block: Block, extra: Extra, form: str) -> None:
+        """Let v₀ be f of the block on x₀."""
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
-            self.xt, self.vt, self.x = Launch.apply(self.xt, y, self.state, residual)
+            self.xt, self.vt, self.x = Launch.apply(self.xt, y, self.state, form)
         else:
-            self.state.launch(y, residual)
+            self.state.launch(y, form)
             self.x = self.state.read()
 
     def step(self, block: Block, extra: Extra, name: str | None = None) -> Tensor:

@@ -4,7 +4,7 @@ Each node moves the integer state and hands out zero-storage tokens in its place
 without holding any of it. A node's float output is the next block's input.
 
     Enter   (x₀)             → token x, float x₀
-    Launch  (token x, y)     → token x, token v, float x₀      v₀ = y (or y − x₀)
+    Launch  (token x, y)     → token x, token v, float x₀      v₀ = f
     Step    (tokens, y)      → token x, token v, float x_{k+1}
     Leave   (token v)        → float v
 
@@ -12,9 +12,13 @@ The step is linear, so its gradient needs no values: with s = gx + gv,
 
     gy = gain·s      gv ← γ·s      gx ← gx            (and gx ← gx − gy where f = y − x)
 
+Where f = relu(x + y) − x, the node keeps where the relu let its input through, one bit an element: there gy goes to the block and
+gx stays, elsewhere the block gets 0 and gx ← gx − gy.
+
 gv is a multiple of gy, which the block is given anyway: so what comes for token v *is* gy of the step that took it, and its
 gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv is 0, and then gx is a multiple of gy too: it
-is left out, and the step before makes it. What a block's backward pass holds besides its own is one array, none in the last block.
+is left out, and the step before makes it (not after a relu). What a block's backward pass holds besides its own is one array,
+none in the last block; after a relu one more.
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -33,24 +37,38 @@ from ..core.errors import ReplayError
 from ..core.ops import values
 from .momentum import Momentum
 
-Factors = tuple[float, float, float, bool]
-"""c, e, gain and whether residual: gv = c·h and, where gx is left out, gx = e·h; gy = gain·s."""
+Factors = tuple[float, float, float, int]
+"""c, e, gain and the form: gv = c·h and, where gx is left out, gx = e·h; gy = gain·s."""
 
 
-def carry(p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, out: Tensor | None, gy: Tensor) -> None:
-    """The gradient of a step: gx = p + d, s = gx + c·h, gy ← gain·s, out ← gx (gx − gy where residual).
+def carry(
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors,
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The gradient of a step: gx = p + d, s = gx + c·h, gy ← gain·s, out ← gx (or gx − gy, see above), cast ← what the block gets.
 
     Args:
         p: gx from the step after; None: e·h.
         h: gy of the step after; None: 0.
         d: the gradient of the step's float output.
         out: where gx goes, may be p; None: nowhere.
-        gy: in the dtype that gradients are carried in.
+        gy: in the dtype that gradients are carried in; laid out as the state.
+        cast: in the dtype of the block's output; may be gy where there is no mask.
+        mask: what the relu let through, as `core.ops` packs it.
     """
-    gx, g = _carried(p, h, d, factors)
+    passed = None if mask is None else unpacked(mask, gy.shape, gy.stride())
+    gx, g = _carried(p, h, d, factors, passed)
     gy.copy_(g)
+    if cast is not gy:
+        cast.copy_(gy if passed is None else torch.where(passed, gy, 0))
     if out is not None:
         out.copy_(gx)
+
+
+def unpacked(mask: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """The bits of a mask, for a state of this shape and layout."""
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return ((mask[:, None] >> places) & 1).bool().view(-1).as_strided(shape, strides)
 
 
 def applied(node: type[Function]) -> Any:
@@ -87,11 +105,11 @@ class Enter(Function):
 
 class Launch(Function):
     @staticmethod
-    def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, residual: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, xt: Tensor, y: Tensor, state: Momentum, form: str) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.residual, ctx.work = y.dtype, residual, state.gradient
+        ctx.dtype, ctx.form, ctx.work = y.dtype, form, state.gradient
         ctx.unit = state.recurrence.carried[0][0]
-        state.launch(y, residual)
+        ctx.passed = state.launch(y, form)
         return state.token(), state.token(), state.read()
 
     @staticmethod
@@ -100,7 +118,12 @@ class Launch(Function):
         if h is None:
             return gx, None, None, None
         gv = h * ctx.unit
-        return _sum(gx, -gv, ctx.work) if ctx.residual else gx, gv.to(ctx.dtype), None, None
+        if ctx.form == "branch":
+            return gx, gv.to(ctx.dtype), None, None
+        if ctx.form == "block":
+            return _sum(gx, -gv, ctx.work), gv.to(ctx.dtype), None, None
+        passed = _kept(ctx, "passed")
+        return _sum(gx, -torch.where(passed, 0, gv), ctx.work), torch.where(passed, gv, 0).to(ctx.dtype), None, None
 
 
 class Step(Function):
@@ -108,9 +131,12 @@ class Step(Function):
     def forward(ctx: Any, xt: Tensor, vt: Tensor, y: Tensor, state: Momentum, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         recurrence = state.recurrence
-        ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], recurrence.residual)
+        ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form)
         ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.gradient), state.ops, state.thread, k == 0
-        return state.token(), state.token(), state.advance(k, y)
+        ctx.mask = mask = state.mask()
+        if mask is not None:
+            ctx.strides = state.x.stride()
+        return state.token(), state.token(), state.advance(k, y, mask)
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -123,38 +149,56 @@ class Step(Function):
             )
         dtype, work = ctx.dtypes
         factors: Factors = ctx.factors
+        relu = factors[3] == 2
+        mask = _kept(ctx, "mask") if relu else None
         if d is None:
             given = h if h is not None else p
             assert given is not None
             d = given.new_zeros(()).expand(given.shape)
-        wanted = p is not None or h is not None or ctx.first  # else it can be made from gy
+        wanted = p is not None or h is not None or ctx.first or relu  # else it can be made from gy
         if _traced(p, h, d):
-            out, gy = _carried(p, h, d, factors)
+            passed = None if mask is None else unpacked(mask, d.shape, ctx.strides)
+            out, gy = _carried(p, h, d, factors, passed)
             gv = gy.to(work) if ctx.needs_input_grad[1] else None
-            return out.to(work) if wanted else None, gv, gy.to(dtype), None, None
+            given = gy if passed is None else torch.where(passed, gy, 0)
+            return out.to(work) if wanted else None, gv, given.to(dtype), None, None
         d = values(d)
-        gy = torch.empty_like(d, dtype=work)
+        gy = d.new_empty_strided(d.shape, ctx.strides, dtype=work) if relu else torch.empty_like(d, dtype=work)
         into = p if p is not None and p.stride() == gy.stride() else torch.empty_like(gy) if wanted else None
-        cast = gy if dtype == work else torch.empty_like(gy, dtype=dtype)
+        cast = gy if dtype == work and not relu else torch.empty_like(gy, dtype=dtype)
         faster = getattr(ctx.ops, "carry", None)
-        if faster is None or not faster(p, h, d, factors, into, gy, cast):
-            carry(p, h, d, factors, into, gy)
-            if cast is not gy:
-                cast.copy_(gy)
+        if faster is None or not faster(p, h, d, factors, into, gy, cast, mask):
+            carry(p, h, d, factors, into, gy, cast, mask)
         if not ctx.needs_input_grad[1]:
             return into, None, cast, None, None
         gy.__dict__["_version_carried"] = gy._version
         return into, gy, cast, None, None
 
 
-def _carried(p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+def _carried(
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, passed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`carry`, out of place: gx and gy, in float32 at least."""
-    c, e, gain, residual = factors
+    c, e, gain, form = factors
     work = torch.float64 if torch.float64 in (t.dtype for t in (p, h, d) if t is not None) else torch.float32
     d, h = d.to(work), None if h is None else h.to(work)
     gx = p.to(work) + d if p is not None else d if h is None else h * e + d
     gy = (gx if h is None else gx + h * c) * gain
-    return gx - gy if residual else gx, gy
+    if passed is not None:
+        return torch.where(passed, gx, gx - gy), gy
+    return gx - gy if form else gx, gy
+
+
+def _kept(ctx: Any, name: str) -> Tensor:
+    """What the node keeps; for the last time, unless the graph is to be run through again: nodes outlive the backward pass."""
+    kept: Tensor | None = getattr(ctx, name)
+    if kept is None:
+        raise RuntimeError(
+            "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+        )
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        setattr(ctx, name, None)
+    return kept
 
 
 class Leave(Function):

@@ -5,6 +5,7 @@
 
 x and v are fixed-point integers (⌊v⌉: v without its guard digits, see `ops`) and γ·v is an exactly reversible
 multiplication, so the inverse recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1.
+What f is to the blocks says `Recurrence.form`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from .buffers import buffers
 from .headroom import MOST_GUARD
 from .thread import SameThread
 
+FORMS = ("branch", "block", "relu")
+"""What a block computes: f(x); x + f(x); or f(x), of a network x ← relu(x + f(x)). By number in `ops`."""
+
 
 @dataclass(frozen=True)
 class Recurrence:
     """What one momentum network computes, apart from its blocks."""
 
     gammas: tuple[Fraction, ...]
-    residual: bool  # the blocks compute x + f(x), not f(x)
+    form: str  # one of FORMS
     narrow: bool = False  # x and v are held in 16 bits
 
     @cached_property
@@ -45,9 +49,8 @@ class Recurrence:
     @cached_property
     def carried(self) -> list[tuple[float, float]]:
         """What gv is, and gx where gv was 0, in units of the gradient of each block's output; last: of v's own gradient (`graph`)."""
-        units = [
-            (gamma / factor, ((1 - factor) if self.residual else 1.0) / factor) for *_, gamma, factor in self.factors
-        ]
+        less = self.form == "block"
+        units = [(gamma / factor, (1 - factor if less else 1.0) / factor) for *_, gamma, factor in self.factors]
         return [*units, (1.0, 0.0)]
 
     @cached_property
@@ -87,7 +90,7 @@ class Momentum:
     ) -> None:
         self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
         self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
-        self.begins = recurrence.begins
+        self.begins, self.form = recurrence.begins, FORMS.index(recurrence.form)
         largest = torch.finfo(x0.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
         self.limits = (fixed.limit, min(fixed.limit, largest))  # of |v| and |x|, as integers; x must fit its float
         self.buffers: list[Tensor | None] = []
@@ -125,19 +128,29 @@ class Momentum:
         """v as a float."""
         return self._float().copy_(self.fixed.decode(self.v, self.dtype, self.guard))
 
-    def launch(self, y: Tensor, residual: bool) -> None:
-        """Set the initial velocity to y, or to y − x₀."""
-        v0 = y.to(self.fixed.work) - self.read().to(self.fixed.work) if residual else y
-        self.v.copy_(self._encoded(v0, velocity=True))
+    def launch(self, y: Tensor, form: str) -> Tensor | None:
+        """Set the initial velocity to f of an output y; where its relu let its input through, if it has one."""
+        v0, x0, passed = y, self.read().to(self.fixed.work), None
+        if form == "relu":
+            v0 = torch.relu((x0 + y.to(x0.dtype)).to(y.dtype))
+            passed = ~(v0 <= 0)
+        self.v.copy_(self._encoded(v0 if form == "branch" else v0.to(x0.dtype) - x0, velocity=True))
+        return passed
 
-    def advance(self, k: int, y: Tensor) -> Tensor:
+    def mask(self) -> Tensor | None:
+        """Room for what a step's relu let through, if it has one."""
+        if self.form < 2:
+            return None
+        return torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
+
+    def advance(self, k: int, y: Tensor, mask: Tensor | None = None) -> Tensor:
         """Take step k with the block's output y; the next block's input."""
         if k in self.begins:
             dtype = self.begins[k]
             self.buffers = self.buffers if self.reversible else []
             self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
         out = self._float()
-        self.ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.guard, out, self.rows[k + 1])
+        self.ops.advance_(self.x, self.v, self.buffers[-1], *self._step(k, y), self.guard, out, self.rows[k + 1], mask)
         self._check(k + 1)
         return out
 
@@ -208,9 +221,9 @@ class Momentum:
         self._check(0)
         return q
 
-    def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, bool]:
+    def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
         n, d, _, factor = self.recurrence.factors[k]
-        return values(y.detach()), self.dtype, n, d, factor * self.scale, self.unit, self.recurrence.residual
+        return values(y.detach()), self.dtype, n, d, factor * self.scale, self.unit, self.form
 
     def _check(self, row: int) -> None:
         if self.eager:

@@ -75,8 +75,10 @@ class Plan:
 def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None) -> dict[str, int]:
     """Bytes held per element of x for the first `depth` layers, by mode. A plain step (γ = 0) cannot be reversed.
 
+    In form "relu" every mode holds one bit more per element and layer, which is left out here: it changes no choice.
+
     >>> from fractions import Fraction
-    >>> holding(Recurrence((Fraction(9, 10),) * 3, residual=False), torch.bfloat16)
+    >>> holding(Recurrence((Fraction(9, 10),) * 3, form="branch"), torch.bfloat16)
     {'checkpoint': 6, 'reverse': 9}
     """
     depth = len(recurrence.gammas) if depth is None else depth

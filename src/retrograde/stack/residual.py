@@ -1,6 +1,7 @@
 """Plain residual blocks: γ = 0, and groups of blocks that share one momentum step.
 
 x ← x + f(x)         a block computes f(x) ("branch"), or x + f(x) itself ("block")
+x ← relu(x + f(x))   a block computes f(x) ("relu")
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from .later import Later
 from .proof import Ledger, Noted
 
 
+def added(x: Tensor, y: Any, form: str) -> Any:
+    """The next x, from a block's output."""
+    if form == "relu":
+        return (x + y).to(y.dtype).relu_()  # the sum has y's dtype, as with the in-place addition that such blocks make
+    return y if form == "block" else x + y
+
+
 class Group(nn.Module):
     """Consecutive blocks as one that computes x + f(x). It holds the blocks without being part of the network's tree."""
 
@@ -30,8 +38,7 @@ class Group(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         for block in self.blocks:
-            y = block(x, *args, **kwargs)
-            x = y if self.form == "block" else x + y
+            x = added(x, block(x, *args, **kwargs), self.form)
         return x
 
 
@@ -66,5 +73,5 @@ def residual(
                 )
         else:
             y = like.checked(block(x, *extra.args, **extra.kwargs), name)
-        x = y if form == "block" else x + y
+        x = added(x, y, form)
     return x

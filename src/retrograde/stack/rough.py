@@ -28,11 +28,12 @@ class Rough(Momentum):
     def read_velocity(self) -> Tensor:
         return self._float().copy_(self.v)
 
-    def advance(self, k: int, y: Tensor) -> Tensor:
+    def advance(self, k: int, y: Tensor, mask: Tensor | None = None) -> Tensor:
         _, _, gamma, factor = self.recurrence.factors[k]
         f = y.detach().to(self.fixed.work)
-        if self.recurrence.residual:
-            f = f - self.read().to(self.fixed.work)
+        if self.form:
+            x = self.read().to(self.fixed.work)
+            f = (torch.relu((x + f).to(y.dtype).to(x.dtype)) if self.form == 2 else f) - x
         self.v.mul_(gamma).add_(f, alpha=factor)
         self.x.add_(self.v)
         self.rows[k + 1].copy_(torch.stack([_largest(self.v), _largest(self.x)]))

@@ -49,6 +49,7 @@ class Track:
         input: bytes of a block's input.
         unit: bytes of x as integers.
         state: bytes that reversed blocks keep together.
+        mask: bytes that a step keeps in any plan.
         known: addresses of memory that is there anyway: parameters, buffers, extra inputs.
         saved: by block, bytes that it would keep.
         largest: by block, bytes of the largest tensor among them.
@@ -61,6 +62,7 @@ class Track:
     input: int
     unit: int
     state: int
+    mask: int = 0
     known: set[int] = field(default_factory=set)
     saved: dict[int, int] = field(default_factory=dict)
     largest: dict[int, int] = field(default_factory=dict)
@@ -74,9 +76,9 @@ class Track:
         size = x.numel()
         state = size * holding(recurrence, x.dtype).get("reverse", 0) if plan.reversed else 0
         addresses = {t.untyped_storage()._cdata for t in known}
-        return cls(
-            plan, size * x.dtype.itemsize, size * integer_dtype(x.dtype, recurrence.narrow).itemsize, state, addresses
-        )
+        unit = size * integer_dtype(x.dtype, recurrence.narrow).itemsize
+        mask = -(-size // 8) if recurrence.form == "relu" and any(recurrence.gammas) else 0
+        return cls(plan, size * x.dtype.itemsize, unit, state, mask, addresses)
 
     def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
         """See what block k would keep (k = −1: what makes the initial velocity)."""
@@ -231,7 +233,7 @@ def estimated(track: Track, gradients: int) -> list[int]:
         gradients: bytes of the largest parameter.
     """
     depth, state, unit = track.plan.depth, track.state, max(track.unit, track.input)
-    held = [track.input * (track.plan.kept > 0) * k for k in range(depth)]
+    held = [track.input * (track.plan.kept > 0) * k + track.mask * (k + 1) for k in range(depth)]
     track.forward = {k: k for k in range(depth)}
     track.backward = {k: 2 * depth - k for k in range(depth)}
     alone = [track.saved[k] + 2 * track.largest[k] + gradients + 4 * unit for k in range(depth)]

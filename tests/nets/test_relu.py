@@ -1,0 +1,191 @@
+"""form="relu": the step forms relu(x + f) itself. The network of form="block" with both in its blocks, bit for bit in every mode."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+from problems import KINDS, Mlp, same_in_every_mode, stack
+
+MODES = ["reverse", "checkpoint", "store"]
+
+
+class Whole(nn.Module):
+    """relu(x + f(x)), as ResNets write it."""
+
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.f(x).clone().add_(x))
+
+
+class Conv(nn.Module):
+    """A ResNet's branch, with dropout."""
+
+    def __init__(self, channels: int = 8, drop: float = 0.0) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(self.drop(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def pair(branches: list[nn.Module], **options: object) -> tuple[rg.MomentumNet, rg.MomentumNet]:
+    """The same network in form "relu" and in form "block"."""
+    relu = rg.MomentumNet(copy.deepcopy(branches), form="relu", **options)
+    block = rg.MomentumNet([Whole(b) for b in copy.deepcopy(branches)], form="block", **options)
+    return relu, block
+
+
+def grads(net: nn.Module, x: Tensor, autocast: bool = False) -> tuple[Tensor, list[Tensor]]:
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = net(leaf)
+    return y.detach(), list(torch.autograd.grad(y.float().square().mean(), [leaf, *net.parameters()]))
+
+
+@pytest.mark.parametrize("velocity", [None, "first"])
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_network_whose_blocks_add_and_rectify(kind: str, memory: str, velocity: str | None) -> None:
+    branches, x = stack(kind, 9)
+    relu, block = (net.double() for net in pair(branches, velocity=velocity, memory=memory))
+    (y, ours), (z, theirs) = (grads(net, x.double()) for net in (relu, block))
+    assert torch.equal(y, z)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_have_the_same_bits_in_every_dtype(dtype: torch.dtype) -> None:
+    relu, block = (net.to(dtype) for net in pair([Conv() for _ in range(8)]))
+    x = torch.randn(3, 8, 5, 5).to(dtype)
+    assert torch.equal(relu(x), block(x))
+
+
+def test_autocast_rounds_the_sum_as_an_addition_in_place_does() -> None:
+    relu, block = pair([Conv() for _ in range(8)], memory="reverse")
+    x = torch.randn(3, 8, 5, 5)
+    (y, ours), (z, theirs) = (grads(net, x, autocast=True) for net in (relu, block))
+    assert torch.equal(y, z)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 0.05 * b.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("state_bits", ["auto", 16])
+def test_no_mode_changes_a_bit(autocast: bool, layout: torch.memory_format, state_bits: int | str) -> None:
+    """BatchNorm in training, dropout, the default verify, sizes that fill no byte."""
+    branches = [Conv(3, drop=0.2) for _ in range(12)]
+    x = torch.randn(3, 3, 5, 7).contiguous(memory_format=layout)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        net = rg.MomentumNet(branches, form="relu", state_bits=state_bits)
+        found = same_in_every_mode(net, x.requires_grad_())
+    assert found["input"].any()
+
+
+def test_gradients_that_come_in_another_layout() -> None:
+    net, x = rg.MomentumNet([Conv(4) for _ in range(4)], form="relu", memory="reverse"), torch.randn(2, 4, 6, 6)
+    weight, found = torch.randn(2, 4, 6, 6), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(net(leaf), leaf, weight.contiguous(memory_format=layout))[0])
+    assert (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("velocity", [None, "first"])
+def test_gradcheck_in_float64(memory: str, velocity: str | None) -> None:
+    net = rg.MomentumNet([Mlp(3, 4) for _ in range(5)], form="relu", velocity=velocity, memory=memory).double()
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    net(x)
+    assert torch.autograd.gradcheck(net, (x,), eps=1e-6, atol=1e-6, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(net, (x,), eps=1e-6, atol=1e-5)
+
+
+def test_gradients_of_x_and_v_and_the_inverse() -> None:
+    branches, x = stack("mlp", 10)
+    relu, block = (net.double() for net in pair(branches, velocity="first", fraction_bits=40))
+    found = []
+    for net in (relu, block):
+        leaf = x.double().requires_grad_()
+        state = net.encode(leaf)
+        found.append(torch.autograd.grad((state.v * 3).square().sum(), [leaf, *net.parameters()]))
+        assert torch.equal(net.inverse(state), state.fixed.decode(state.fixed.encode(x.double()), torch.float64))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_second_backward_needs_the_graph(memory: str) -> None:
+    branches, x = stack("mlp", 5)
+    net = rg.MomentumNet(branches, form="relu", memory=memory)
+    loss = net(x).square().sum()
+    wanted = list(net.parameters())
+    first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    torch.autograd.grad(loss, wanted)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        torch.autograd.grad(loss, wanted)
+
+
+def masks(of: int) -> list[Tensor]:
+    found = (t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.uint8)
+    return [t for t in found if t.shape == (of,)]
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_bit_an_element_is_kept_until_backward(memory: str) -> None:
+    x = torch.randn(1013, 7)
+    net = rg.MomentumNet([Mlp(7, 7) for _ in range(6)], form="relu", memory=memory, fraction_bits=20)
+    y = net(x).sum()
+    assert len(masks(-(-1013 * 7 // 8))) == 6
+    y.backward()
+    assert not masks(-(-1013 * 7 // 8))
+    with torch.no_grad():
+        net(x)
+    assert not masks(-(-1013 * 7 // 8))
+
+
+def test_blocks_may_write_to_their_input_and_checkpoints_may_be_around() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mul_(0.5))
+
+    x = torch.randn(3, 8)
+    net = rg.MomentumNet([Writes() for _ in range(6)], form="relu", fraction_bits=20)
+    same_in_every_mode(net, x.requires_grad_())
+    whole = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    again = torch.autograd.grad(checkpoint(net, x, use_reentrant=False).sum(), list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_a_nan_is_seen() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float("nan")
+
+    with pytest.raises(rg.RangeOverflow, match="NaN or Inf"):
+        rg.MomentumNet([Bad()], form="relu", fraction_bits=20)(torch.ones(9))
+    assert rg.MomentumNet([Bad()], form="relu", overflow="nan")(torch.ones(9)).isnan().all()
+
+
+def test_the_form_is_named() -> None:
+    net = rg.MomentumNet([Mlp()], form="relu")
+    assert "form='relu'" in repr(net)
+    with pytest.raises(ValueError, match="'relu'"):
+        rg.MomentumNet([Mlp()], form="gelu")
