@@ -108,7 +108,7 @@ def draw(seed: int) -> Case:
     bits: list[int | str] = ["auto", "auto", 6] if narrow else ["auto", "auto", 16, 20, 22 if not half else 12]
     return Case(
         seed, layout, kinds, order, gammas,
-        form=rng.choice(["branch", "block"]),
+        form=rng.choice(["branch", "block", "relu"]),
         velocity=rng.choice(["none", "none", "first", "module", "function"]),
         dtype=dtype,
         autocast=autocast,

@@ -129,7 +129,7 @@ def test_checkpoint_around_a_network_that_surveys_its_first_batch() -> None:
     checkpoint(net, x, use_reentrant=False).sum().backward()
 
 
-@pytest.mark.parametrize("form", ["branch", "block"])
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
 def test_16_bit_state_far_out_of_range_is_rewound_all_the_same(form: str) -> None:
     """Seeds 501186, 502450, 503038: what wraps in a step on must wrap in the step back."""
     blocks = [nn.Linear(8, 8) for _ in range(8)]

@@ -358,8 +358,8 @@ def _picked(
         aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
         where = _whereabouts(t)
         factor = factors is None or index in factors
-        if not factor and (copies or where[0] in held):
-            continue
+        if (not factor and (copies or where[0] in held)) or not where[0]:
+            continue  # 0: memory that is let go and filled again from outside, as FSDP does with parameters
         if aside and factor and not t.is_meta and (factors is not None or strict()):
             return None
         if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
