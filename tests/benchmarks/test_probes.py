@@ -62,3 +62,31 @@ def test_the_probe_leaves_settings_as_they_were() -> None:
     stack = probe["Stack"].drawn(1, 16, 2, 4, 2, "cpu")
     probe["attention"](stack, True, False, "cudnn")
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_kernel_times_name_what_ran_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "--size=smoke",
+        "--device=cpu",
+        "--cases",
+        "L96-fp32",
+        "--methods",
+        "checkpoint",
+        "ours-branch-reverse",
+        "--top",
+        "400",
+    ]
+    assert script("kernel_times")["main"](small) == 0
+    checkpoint, ours = capsys.readouterr().out.strip().split("\n\n")
+    assert "checkpoint" in checkpoint.splitlines()[0]
+    assert "ours-branch-reverse" in ours.splitlines()[0]
+    times = {line.split(" ×  ")[1]: line.split() for line in ours.splitlines()[1:]}
+    assert int(times["aten::addmm"][2]) == 64  # of 8 layers, forward and again, 4 products each
+    assert float(times["aten::addmm"][0]) > 0
+    assert all(float(ms) >= 0 for ms, *_ in times.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_kernel_times_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("kernel_times")["main"]([]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
