@@ -12,7 +12,7 @@ import retrograde as rg
 from retrograde.core.call import Extra
 from retrograde.nets import RevNet
 from retrograde.stack import later as later_module
-from retrograde.stack import proof
+from retrograde.stack import ledger
 from retrograde.stack.forward import Forward
 from retrograde.stack.proof import EVERY
 
@@ -322,9 +322,9 @@ def test_products_side_by_side_all_count(kind: str, verify: str) -> None:
 
 def test_of_a_block_that_ends_in_products_their_factors_are_hashed_and_of_the_rest_the_start(monkeypatch) -> None:
     """Not all of what leads to them: for a transformer's layer that would be six times as much."""
-    monkeypatch.setattr(proof, "_START", 5)
+    monkeypatch.setattr(ledger, "_START", 5)
     hashed: list[tuple[int, ...]] = []
-    monkeypatch.setattr(proof, "digest", lambda t, into, seed, sign: hashed.append(tuple(t.shape)))
+    monkeypatch.setattr(ledger, "digest", lambda t, into, seed, sign: hashed.append(tuple(t.shape)))
     net = rg.MomentumNet([Parallel("trained")], memory="checkpoint", fraction_bits=22)
     y = net(torch.randn(3, 8, requires_grad=True))
     # x.cos(), its exp() and x.sin(); then x.sin() and tanh(...), and the two weights' starts

@@ -34,9 +34,9 @@ from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
+from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, leanest
-from ..stack.proof import Ledger, Noted
 from .arrange import Recorder
 from .branch import Branch
 

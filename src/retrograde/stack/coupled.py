@@ -30,7 +30,8 @@ from ..core.tape import Frame, Kept
 from .coupling import Coupling, Scheme, unsqueeze
 from .forward import Like
 from .later import Later
-from .proof import Ledger, Noted, Proven
+from .ledger import Ledger, Noted
+from .proof import Proven
 
 
 def _sum(a: Tensor | None, b: Tensor | None, work: torch.dtype) -> Tensor | None:

@@ -26,8 +26,9 @@ from ..core.parts import Memo
 from ..core.tape import Frame, Kept
 from .graph import Enter, Launch, Leave, Step, applied
 from .later import Later
+from .ledger import Ledger, Noted
 from .momentum import Momentum, Recurrence
-from .proof import Ledger, Noted, Proven
+from .proof import Proven
 from .rough import Rough
 
 Block = Callable[..., Any]

@@ -4,52 +4,24 @@
 the nearest of them below, and must hash to the same. An output of a block that is not that of forward moves v, and v only grows
 further apart on the way down (by 1/γ a layer), so the one comparison is for all blocks above.
 
-"checkpoint": block by block, hashes of forward and of the replay must be the same (`Ledger`). A block that ends in a product with
-a parameter would be run to its end for nothing else: its replay stops at the last tensor that autograd has saved, and those are
-hashed, for a gradient is made of them and of nothing else. Of any other block it is the output. "blocks" takes outputs always, and
-compares them as the block is run again (`core.call`).
+"checkpoint": block by block, see `ledger`. "blocks" takes outputs always, and compares them as the block is run again (`core.call`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..core.call import WHEN_NOT_REPEATED, Call
+from ..core.call import Call
 from ..core.errors import ReplayError
-from ..core.tape import Kept, State, Tape
-from ..core.verify import digest
+from ..core.tape import State, Tape
 from .later import Later
-from .thread import SameThread
+from .ledger import KEPT, Gradients, Ledger, at_end_of_backward, place
 
 CHOICES = ("auto", "off", "end", "blocks")
-_START = 4096  # elements of a parameter
 EVERY = 8  # layers between two marks: so far at most a backward pass that ends in between is continued
-_KEPT = "They were not put back: zero them, or go back to a checkpoint, before the next step. verify='end' raises"
-
-
-def at_end_of_backward(then: Any) -> None:
-    """Have this done when the backward pass in progress has come to its end."""
-    torch.autograd.Variable._execution_engine.queue_callback(then)
-
-
-class Gradients:
-    """The gradients of some parameters as they are now."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.entries = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in set(parameters)]
-
-    def restore(self) -> None:
-        for p, gradient, values in self.entries:
-            p.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.detach().copy_(values)
 
 
 class Proven(Tape):
@@ -168,250 +140,5 @@ def _judge_rewound(moved: Tensor, when: str) -> None:
     if moved.any():
         raise ReplayError(
             f"the gradients of {when} backward pass are wrong: the network did not rewind to its start, so some block, run again, "
-            f"gave another output than in forward. {_KEPT} in time and puts them back; verify='blocks' names the block."
+            f"gave another output than in forward. {KEPT} in time and puts them back; verify='blocks' names the block."
         )
-
-
-class Ledger:
-    """Hashes of what the blocks of one pass saved for autograd, and of what their replays saved.
-
-    A replay takes its hash off: what is then neither 0 nor untouched has not repeated itself.
-
-    Args:
-        verify: "auto": told `later`, gradients stay as they are; "end": raised before any gradient is made of what the replay has
-            saved, and those of later blocks put back; "blocks": the same, but the calls compare the outputs themselves.
-    """
-
-    def __init__(self, blocks: int, device: torch.device, verify: str, later: Later) -> None:
-        self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
-        self.strict, self.parameters, self.before = verify != "auto", list[Tensor](), dict[int, Gradients]()
-        self.noted = torch.zeros(
-            blocks, 2, dtype=torch.int64, device=device
-        )  # 16 bytes apart: aligned as kernels like it
-        self.slots = self.noted[:, 0].unbind()
-        self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
-        self.thread = SameThread() if device.type == "cuda" else None
-
-    def note(self, k: int, call: Call, saved: list[Tensor], y: Any, x: Tensor | None, since: int) -> bool:
-        """Block k, on x, saved these in forward and gave y; whether its replay is to have that too.
-
-        Args:
-            since: the place of the last node of the graph before the block's.
-        """
-        if self.strict:
-            self.parameters += call.parts.parameters
-        if call.verified:
-            self.picked[k] = {}
-            return True
-        one = isinstance(y, Tensor)
-        ends, factors = _last(y, saved, since) if one else (True, None)
-        picked = _picked(call, saved, x, lambda: self.strict or not _by_a_library(y, since), factors) if ends else None
-        whole = one and picked is None
-        self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
-        if saved:
-            self._add(k, [*saved, y], self.slots[k], 1)
-        return whole
-
-    def begin(self) -> None:
-        """A block is about to be run again: if it is the first one of a backward pass, put gradients by."""
-        task = torch._C._current_graph_task_id()
-        if self.strict and task != -1 and task not in self.before:
-            self.before[task] = Gradients(self.parameters)
-            at_end_of_backward(lambda: self.before.pop(task, None))
-
-    def undo(self) -> None:
-        for gradients in reversed(list(self.before.values())):  # of a pass inside another first
-            gradients.restore()
-        self.before.clear()
-
-    def check(self, k: int, saved: list[Tensor]) -> None:
-        """Its replay saved these."""
-        if not self.picked[k]:
-            return
-        if self.strict:
-            left = self.slots[k].clone()
-            self._add(k, saved, left, -1)
-            if bool(left):
-                raise ReplayError(
-                    f"{self.names[k]} did not repeat itself: run again on the same input, it gave another output, or saved other "
-                    f"values for autograd. {WHEN_NOT_REPEATED}"
-                )
-            return
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return
-        if task not in self.left:
-            self.left[task] = self.noted.clone(), set()
-            at_end_of_backward(partial(self._end, task))
-        left, done = self.left[task]
-        if k not in done:
-            done.add(k)
-            self._add(k, saved, left[k, 0], -1)
-
-    def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
-        for index, most in self.picked[k].items():
-            t = saved[index]
-            digest(t if t.numel() <= most else _start(t, most), into, index, sign)
-
-    def _end(self, task: int) -> None:
-        left, _ = self.left.pop(task)
-        self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names))
-
-
-def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
-    if differs.any():
-        name = names[next(k for k in names if differs[k].any())]
-        raise ReplayError(
-            f"the gradients of {when} backward pass are wrong: {name}, run again, saved other values for autograd than in forward. "
-            f"{_KEPT} before that block's own are made, and puts the others back."
-        )
-
-
-_PRODUCTS = {  # the names of their factors, and which inputs they are
-    "MmBackward0": {"self": 0, "mat2": 1}, "AddmmBackward0": {"mat1": 1, "mat2": 2}, "BmmBackward0": {"self": 0, "mat2": 1},
-    "LinearBackward0": {"input": 0, "weight": 1}, "ConvolutionBackward0": {"input": 0, "weight": 1},
-}  # fmt: skip
-_FACTORS = {**_PRODUCTS, "MulBackward0": {"self": 0, "other": 1}}
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
-    "PermuteBackward0", "ToCopyBackward0",
-}  # fmt: skip
-_MOST = 32  # nodes to look at
-
-
-def place() -> int:
-    """Of the next node in autograd's graph."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return node._sequence_nr()  # type: ignore[union-attr]
-
-
-def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | None]:
-    """Whether the last things a block does, for which autograd saves anything, are matrix products or convolutions; and which of the
-    tensors saved these are made of, if all of it was saved here and nothing else goes into y but what the block was given.
-
-    No hook is asked for a tensor: those of others (a checkpoint inside the block) run code, or give each tensor but once.
-    """
-    nodes, ends, factors, all_of_it = [y.grad_fn], False, set[int](), True
-    for node in nodes:
-        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
-            continue
-        name = node.name()
-        if (name not in _FACTORS and name not in _LINEAR) or len(nodes) > _MOST:
-            all_of_it = False
-            continue
-        made = dict[int, int]()
-        for factor, at in _FACTORS.get(name, {}).items():
-            raw = getattr(node, f"_raw_saved_{factor}")
-            hook = getattr(raw, "unpack_hook", None)
-            if hook is None:
-                all_of_it &= hasattr(raw, "unpack_hook")  # not in torch 2.6
-            elif getattr(getattr(hook, "__self__", None), "fresh", None) is saved:
-                made[at] = raw.data
-            else:
-                return False, None  # another hook's: what it keeps is not seen here
-        ends |= name in _PRODUCTS
-        factors |= set(made.values())
-        nodes += [following for at, (following, _) in enumerate(node.next_functions) if at not in made]
-    return ends, factors if all_of_it else None
-
-
-def _by_a_library(y: Any, since: int) -> bool:
-    """Whether the block has kernels of libraries, which may save what has no defined value: places of generators, workspaces."""
-    nodes = {y.grad_fn} if isinstance(y, Tensor) else set()
-    left = list(nodes)
-    while left:
-        node = left.pop()
-        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
-            continue
-        if any(word in node.name() for word in ("Attention", "Cudnn", "Miopen", "Rnn")):
-            return True
-        new = {following for following, _ in node.next_functions} - nodes
-        nodes |= new
-        left += new
-    return not isinstance(y, Tensor)
-
-
-def _picked(
-    call: Call, saved: list[Tensor], x: Tensor | None, strict: Callable[[], bool], factors: set[int] | None
-) -> dict[int, int] | None:
-    """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
-
-    If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
-    trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
-    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
-    output); bytes in a row and single numbers, which may be libraries' and hold anything, and what cannot be read (strict: then the
-    output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
-    `.data` is noticed, and those are to whole tensors.
-    """
-    copies = bool(call.parts.statistics) and any(isinstance(m, _InstanceNorm) for m in call.parts.modules)
-    if factors is None and copies:
-        return None
-    known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
-    held = _addresses(call.parts.watched)
-    seen, picked = set[tuple[Any, ...]](), dict[int, int]()
-    for index, t in enumerate(saved):
-        t = getattr(t, "_local_tensor", t)
-        aside = type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta
-        aside |= t.dim() == 1 and t.dtype == torch.uint8
-        # places of generators, which attention without dropout leaves undefined
-        aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
-        where = _whereabouts(t)
-        factor = factors is None or index in factors
-        if (not factor and (copies or where[0] in held)) or not where[0]:
-            continue  # 0: memory that is let go and filled again from outside, as FSDP does with parameters
-        if aside and factor and not t.is_meta and (factors is not None or strict()):
-            return None
-        if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
-            seen.add((where, factor))
-            picked[index] = t.numel() if factor and where[0] not in held else _START
-    return picked
-
-
-def _whereabouts(t: Tensor) -> tuple[Any, ...]:
-    """Address and bytes; with gaps, or with elements in several places, also how it lies there."""
-    t = getattr(t, "_local_tensor", t)
-    if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_meta:
-        return -1, 1
-    span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return (t.data_ptr(), t.nbytes) if span == t.numel() else (t.data_ptr(), t.nbytes, t.shape, t.stride())
-
-
-def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Where tensors are, those that have values of their own."""
-    return {t.data_ptr() for t in tensors if t is not None and type(t) in (Tensor, Parameter) and not t.is_meta}
-
-
-def _start(t: Tensor, most: int) -> Tensor:
-    """At most so many elements from the beginning of a tensor, without a copy; the first in memory, if it lies there without gaps."""
-    t = getattr(t, "_local_tensor", t).detach()
-    if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()):
-        return t.as_strided((most,), (1,))
-    while t.numel() > most and t.dim() > 1:
-        t = t[0]
-    return t[:most]
-
-
-class Noted(Kept):
-    """A block's input, kept, whose replay is checked."""
-
-    def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
-        super().__init__(x)
-        self.ledger, self.k, self.since = ledger, k, place()
-
-    def recall(self, k: int) -> Tensor:
-        self.ledger.begin()
-        try:
-            return super().recall(k)
-        except ReplayError:
-            self.ledger.undo()
-            raise
-
-    def abandon(self, k: int) -> None:
-        self.ledger.undo()
-
-    def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        self.needs_output = self.ledger.note(self.k, call, saved, y, self.x, self.since)
-
-    def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        self.ledger.check(self.k, [*saved, y])

@@ -19,7 +19,7 @@ from ..core.parts import Memo
 from ..core.tape import Frame, Kept
 from .forward import Like, Look
 from .later import Later
-from .proof import Ledger, Noted
+from .ledger import Ledger, Noted
 
 
 def added(x: Tensor, y: Any, form: str) -> Any:
