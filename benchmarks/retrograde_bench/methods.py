@@ -6,6 +6,7 @@ where nothing else is ("plain", "ours-store") or where a package has its own way
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,13 +17,18 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 import retrograde as rg
 
 from .cases import Case, selected
 from .compiling import Compiled, compiled, run
-from .networks import Network, Part, Stage, assembled
+from .networks import Network, Stage, assembled
 
 BASELINE = "checkpoint"
 ACTIVATION_BUDGET = 0.5
@@ -117,6 +123,12 @@ again = partial(checkpoint, use_reentrant=False)
 again_without_rng = partial(again, preserve_rng_state=False)  # reading the generator's state cannot be captured
 
 
+def _to_the_end(block: nn.Module, x: Tensor) -> Tensor:
+    """Checkpointed, and run again to its end, as a block that is reversed must be: its last product too, which no gradient needs."""
+    with set_checkpoint_early_stop(False):
+        return again(block, x)
+
+
 def head_again(head: nn.Module) -> nn.Module:
     """The head, checkpointed."""
     return Chain([head], again)
@@ -200,8 +212,8 @@ def _momentum(
 def _converted(setup: Setup, memory: str, budget: Budget | str | None = None, **options: Any) -> nn.Module:
     """Ours by `rg.convert`: the stages of one model, planned together. Heads are checkpointed as everywhere."""
     heads = (lambda head: head) if memory == "store" else head_again
-    parts = partial(map, lambda block: Part(block, "forward"))  # the blocks themselves are for other methods too
-    model = assembled(setup.network, lambda stage: Chain(list(parts(stage.blocks)), run), heads)
+    own = partial(map, copy.copy)  # the blocks themselves are for other methods too
+    model = assembled(setup.network, lambda stage: Chain(list(own(stage.blocks)), run), heads)
     stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
     room = setup.room(budget) if isinstance(budget, tuple) else budget
     if memory == "auto":
@@ -210,7 +222,7 @@ def _converted(setup: Setup, memory: str, budget: Budget | str | None = None, **
 
 
 def _by_convert(
-    name: str, about: str, budget: Budget | str, applies: Callable[[Case], bool] = lambda case: case.images, **options: Any
+    name: str, about: str, budget: Budget | str | None, applies: Callable[[Case], bool] = lambda case: case.images, **options: Any
 ) -> Method:  # fmt: skip
     return Method(
         f"ours-{name}",
@@ -314,6 +326,7 @@ def methods() -> list[Method]:
     return [
         Method("plain", "plain autograd: everything is kept", _chained(run)),
         Method(BASELINE, "`torch.utils.checkpoint` of every block", _chained(again)),
+        Method("checkpoint-to-end", "`torch.utils.checkpoint` of every block, without its early stop", _chained(_to_the_end)),
         Method("checkpoint-sqrt", "`torch.utils.checkpoint` of segments of ⌈√k⌉ blocks", _segments),
         Method("selective", "selective checkpointing: products, convolutions, attention are kept", _chained(_selective)),
         Method(
@@ -333,6 +346,7 @@ def methods() -> list[Method]:
         _ours("auto", "ours, auto", "auto"),
         *_swept("budget", "ours, auto"),
         *_swept("narrow-budget", 'ours, auto, form="branch", state_bits=16', form="branch", state_bits=16),
+        _by_convert("convert", "ours, `rg.convert` as it comes", None),
         _by_convert("convert-free", "ours, `rg.convert`, budget='free': free memory is used across the stages", "free"),
         _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", (0.3, "plain")),
         *_fitted(),
@@ -341,6 +355,10 @@ def methods() -> list[Method]:
         _ours("branch-store", 'ours, store, form="branch"', "store", form="branch", applies=_tokens),
         _ours("relu-reverse", 'ours, reverse, form="relu": relu(x + f(x)) in the step', "reverse", form="relu", applies=_images),
         _ours("relu-auto", 'ours, auto, form="relu"', "auto", form="relu", applies=_images),
+        _ours(
+            "relu-16bit-auto", 'ours, auto, form="relu", state_bits=16', "auto", form="relu", state_bits=16,
+            applies=lambda case: _low(case) and case.images,
+        ),
         _ours("16bit-reverse", "ours, reverse, x and v in 16 bits (state_bits=16)", "reverse", state_bits=16, applies=_low),
         _ours("16bit-auto", "ours, auto, state_bits=16", "auto", state_bits=16, applies=_low),
         _ours(
@@ -354,6 +372,10 @@ def methods() -> list[Method]:
         Method("graph-checkpoint", "checkpoint, the step as one CUDA graph", _chained(again_without_rng), graphed=True),
         replace(_ours("reverse", "ours, reverse, the step as one CUDA graph", "reverse"), name="graph-ours-reverse", graphed=True),
         replace(_ours("auto", "ours, auto, the step as one CUDA graph", "auto"), name="graph-ours-auto", graphed=True),
+        replace(
+            _ours("auto", 'ours, auto, form="relu", the step as one CUDA graph', "auto", form="relu", applies=_images),
+            name="graph-ours-relu-auto", graphed=True,
+        ),
     ]  # fmt: skip
 
 
