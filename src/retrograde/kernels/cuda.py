@@ -276,8 +276,8 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[
     to. Addresses are given as numbers: of each tensor the launcher would ask for its own, and the driver whether that is one.
     """
     device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
-    key = (
-        kernel, device, size % 16 == 0, size == 1, size < 2**31, constants,
+    key = (  # of the kernel its id: its hash is one of its source, behind a lock
+        id(kernel), device, size % 16 == 0, size == 1, size < 2**31, constants,
         *[t.dtype for t in tensors], *[n for n in numbers if type(n) is int],
     )  # fmt: skip
     grid, compiled, aligned = (-(-size // BLOCK), 1, 1), _compiled.get(key), not reduce(or_, pointers) & 15
