@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from retrograde.core.errors import ReplayError
-from retrograde.core.rng import Generators, Undrawn, rng_from, shared
+from retrograde.core.rng import Generators, Undrawn, shared
+from retrograde.stack.aside import rng_kept
 
 
 def test_places_are_put_back() -> None:
@@ -29,7 +30,7 @@ def test_runs_that_draw_nothing_share_one_state() -> None:
 
 def test_what_is_drawn_inside_leaves_no_trace() -> None:
     before = torch.get_rng_state()
-    with rng_from(None, (), []):
+    with rng_kept((), []):
         torch.rand(7)
     assert torch.equal(torch.get_rng_state(), before)
 

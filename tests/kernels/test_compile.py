@@ -36,11 +36,11 @@ for x in ("*i32", "*i16"):
         for form in range(3):
             for kind in (0, 2, 3):
                 of = {"KIND": kind, "FORM": form, "SEEN": seen}
-                compiled(cuda._advance, [x, x, "*u8", y, out, "*i32", "*u8", *RATIO], **of, MASK=form == 2, BLOCK=1024)
+                compiled(cuda._advance, [x, x, "*u8", y, out, "*fp32", "*u8", *RATIO], **of, MASK=form == 2, BLOCK=1024)
                 compiled(cuda._retreat, [x, x, "*u8", y, out, *RATIO], **of, PULL=kind == 2, BLOCK=1024)
             types = ["*fp32", "*fp32", y, "*fp32", "*fp32", y, "*u8", "i64", "fp32", "fp32", "fp32"]
             compiled(cuda._carry, types, P=True, H=True, OUT=True, CAST=y != "*fp32" or form == 2, FORM=form, BLOCK=1024)
-        compiled(cuda._encode, [y, x, out, "*i32", "i64", "fp32", "fp32"], COLUMN=1, OUT=True, BLOCK=1024)
+        compiled(cuda._encode, [y, x, out, "*fp32", "i64", "fp32", "fp32"], COLUMN=1, OUT=True, BLOCK=1024)
     compiled(cuda._pull, [x, x, "*fp32", "i64", "fp32", "i32"], BLOCK=1024)
 compiled(cuda._digest, ["*i32", "*i64", "i64", "i32", "i32"], BLOCK=1024)
 print("compiled")

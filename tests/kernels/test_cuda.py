@@ -141,3 +141,29 @@ def test_a_relu_lets_through_what_torch_does(size: int, dtype: torch.dtype) -> N
     cuda.advance_(x, v, i, y, torch.float32, 9, 10, 0.1 * 2.0**20, 2.0**-20, 2, 3, out, watch, mask)
     assert torch.equal(graph.unpacked(mask, x.shape, x.stride()).to(dtype).cpu(), leaf.grad)
     assert not mask.cpu()[-1] >> (size % 8 or 8), "bits beyond the last element"
+
+
+def test_launched_again_with_addresses(monkeypatch) -> None:
+    calls: list[tuple] = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args, stream: calls.append((grid, args, stream))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: calls.append((grid, args, options)) or Compiled()
+
+    kernel, memory = Kernel(), torch.zeros(2_000)
+    monkeypatch.setattr(cuda, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    a, b = memory[:1_024], memory[1_024:]
+    assert (a.data_ptr() | b.data_ptr()) % 16 == 0
+    for t in (a, a, memory[1:1_025], a):
+        cuda._launch(kernel, (t, b), 2_048, (3, 0.5), True)
+    first, again, misaligned, last = calls
+    assert first == ((2, 1, 1), (a, b, 2_048, 3, 0.5, True, cuda.BLOCK), {"enable_fp_fusion": False})
+    assert again == last == ((2, 1, 1), (a.data_ptr(), b.data_ptr(), 2_048, 3, 0.5, True, cuda.BLOCK), 7)
+    assert misaligned[1][0].data_ptr() % 16 == 4  # compiled for any address
+    cuda._launch(kernel, (a, b), 2_048, (1, 0.5), True)
+    assert isinstance(calls[-1][1][0], torch.Tensor)  # a 1 is compiled in

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.parts import copied_buffers
 from ..core.rational import as_ratios
+from ..stack.aside import copied_buffers
 from ..stack.calibrate import unheard
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY

@@ -8,6 +8,7 @@ normalisation layers move in the first run only: later runs put theirs aside.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
@@ -20,13 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import ReplayError
 from .parts import Memo, parts_of, swapped
-from .parts import copied_buffers as copied_buffers
 from .rng import Generators, Undrawn, shared
-from .rng import rng_from as rng_from
 from .verify import checksum
 
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
-version = attrgetter("_version")
+version, _NOTHING = attrgetter("_version"), nullcontext()
 _ADVICE = "So the block cannot be run again as it was. Change it before the forward or after the backward pass, or use memory='store'."
 WHEN_NOT_REPEATED = (
     "Make it deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
@@ -65,7 +64,7 @@ class Call:
 
     def __init__(self, block: Any, extra: Extra, name: str, *, verified: bool, memo: Memo | None = None) -> None:
         self.block, self.extra, self.name, self.verified = block, extra, name, verified
-        self.parts = parts_of(block, name, memo)
+        self.parts, self.differentiates = parts_of(block, name, memo), False  # a gradient inside its own forward
         self.watched = self.parts.watched + extra.watched if extra.watched else self.parts.watched
         self.checksum: int | None = None
 
@@ -74,10 +73,10 @@ class Call:
         self.versions, before = list(map(version, self.watched)), x._version
         self.generators, self.autocast = self.extra.around(x)
         self.requires_grad, self.places = x.requires_grad, shared(self.generators.places())
-        with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
+        with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else _NOTHING:
             y = self.block(x, *self.extra.args, **self.extra.kwargs)
         self.writes = x._version != before
-        self._check_unchanged(f"{self.name} changed a parameter, a buffer or an extra input while it ran")
+        self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
@@ -90,7 +89,7 @@ class Call:
 
         `saved` receives the tensors that autograd wants saved; the run stops, without an output, at the number wanted.
         """
-        self._check_unchanged(f"a parameter, buffer or extra input of {self.name} was changed after its forward pass")
+        self._check_unchanged("a parameter, buffer or extra input of {} was changed after its forward pass")
 
         def pack(t: Tensor) -> int:
             saved.append(t)
@@ -98,22 +97,25 @@ class Call:
                 raise Enough
             return len(saved) - 1
 
+        hook = saved.append if wanted is None and not self.differentiates else pack  # without Python, where nobody asks
         same = self.parts.unchanged() and self.autocast == _autocast_state(x.device.type)
-        generators, statistics = self.generators, self.parts.statistics
+        dynamo = sys.modules.get("torch._dynamo.utils")  # compiled code is made anew for buffers of another kind
+        compiled = dynamo is not None and dynamo.counters["frames"]
+        generators, statistics = self.generators, self.parts.statistics if compiled else self.parts.still
         now, originals, grad = generators.places(), [dict(own) for own, _ in statistics], torch.is_grad_enabled()
         try:
             for own, scratch in statistics:  # a graph of the backward pass keeps them: then they must be its own
                 own.update({name: b if b is None else b.clone() for name, b in scratch.items()} if grad else scratch)
             generators.put(self.places)
-            torch.set_grad_enabled(True)
-            with nullcontext() if same else self._as_it_was(), saved_tensors_hooks(pack, saved.__getitem__):
+            torch._C._set_grad_enabled(True)
+            with _NOTHING if same else self._as_it_was(), saved_tensors_hooks(hook, saved.__getitem__):
                 x = x.requires_grad_(self.requires_grad)
                 x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
                 y = self.block(x, *self.extra.args, **self.extra.kwargs)
         except Enough:
             return None
         finally:
-            torch.set_grad_enabled(grad)
+            torch._C._set_grad_enabled(grad)
             if same and torch.is_autocast_enabled(x.device.type):
                 torch.clear_autocast_cache()  # else autocast's own end has
             generators.put(now)
@@ -141,7 +143,7 @@ class Call:
         now = list(map(version, self.watched))
         if now != self.versions:
             shapes = (t.shape for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
-            raise ReplayError(f"{problem} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
+            raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
 
 
 def _autocast_state(device: str) -> Autocast:

@@ -8,8 +8,7 @@ blocks that draw from one are refused then (`Undrawn`), all others are captured 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,17 +60,6 @@ def shared(places: Places) -> Places:
     if not _latest or not torch.equal(_latest[0][1], words):
         _latest[:] = [(state, words)]
     return counted, [_latest[0][0], *given]
-
-
-@contextmanager
-def rng_from(places: None, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> Iterator[None]:
-    """Draw random numbers from where the generators stand, and leave them there."""
-    generators = Generators(devices, given)
-    now = generators.places()
-    try:
-        yield
-    finally:
-        generators.put(now)
 
 
 class Undrawn(TorchDispatchMode):

@@ -159,7 +159,7 @@ class Frame:
         self.call, self.source, self.k = call, source, k
         self.eager = False  # its output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
-        self.saved: dict[int, Tensor] = {}
+        self.saved: list[Any] = []  # tensors, until they are asked for
         self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
 
     def run(self, x: Tensor, look: Callable[[list[Tensor]], None] | None = None) -> Any:
@@ -191,15 +191,17 @@ class Frame:
             fresh.clear()
 
     def unpack(self, index: int) -> Tensor:
-        if index not in self.saved:
-            if self.fresh:  # the block takes a gradient inside its own forward
+        if not self.saved or self.saved[index] is None:
+            if self.fresh:
+                self.call.differentiates = True
                 return self.fresh[index]
             self.replay()
-        return self.saved.pop(index)
+        t, self.saved[index] = self.saved[index], None
+        return t
 
     def prepare(self, gradient: Tensor) -> None:
         """Run the block again before any gradient of its parameters is there: an optimizer in backward would change them."""
-        if self.shapes and not self.saved:
+        if self.shapes and all(t is None for t in self.saved):
             self.replay()
         elif not self.shapes:
             self.source.pass_by(self.k)
@@ -225,5 +227,5 @@ class Frame:
         except BaseException:
             saved.clear()
             raise
-        self.saved = dict(enumerate(saved))
+        self.saved = list(saved)
         saved.clear()  # the replay's own graph, if anything keeps it, is not to keep these

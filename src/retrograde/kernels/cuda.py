@@ -11,7 +11,8 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, which is how they 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -113,6 +114,14 @@ def _held(a, ptr):
 
 
 @triton.jit
+def _raise(float_ptr, most):
+    """Raise a non-negative float, taken as its bits, to `most`."""
+    at = float_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    # most pieces are below what is there already: a look at it is cheaper than an atomic operation
+    tl.atomic_max(at, most, mask=most > tl.load(at))
+
+
+@triton.jit
 def _advance(
     x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr, mask_ptr,
     size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
@@ -144,9 +153,8 @@ def _advance(
     peak_x = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
     most_v = tl.max(tl.where(inside, peak_v, 0), 0)
     most_x = tl.max(tl.where(inside, peak_x, 0), 0)
-    # most pieces are below what is there already: a look at it is cheaper than an atomic operation
-    tl.atomic_max(watch_ptr, most_v, mask=most_v > tl.load(watch_ptr))
-    tl.atomic_max(watch_ptr + 1, most_x, mask=most_x > tl.load(watch_ptr + 1))
+    _raise(watch_ptr, most_v)
+    _raise(watch_ptr + 1, most_x)
 
 
 @triton.jit
@@ -161,7 +169,7 @@ def _encode(
     if OUT:
         tl.store(out_ptr + at, q.to(tl.float32) * unit, inside)
     most = tl.max(tl.abs(scaled).to(tl.int32, bitcast=True), 0)
-    tl.atomic_max(watch_ptr + COLUMN, most, mask=most > tl.load(watch_ptr + COLUMN))
+    _raise(watch_ptr + COLUMN, most)
 
 
 @triton.jit
@@ -264,27 +272,29 @@ _compiled: dict[Any, Any] = {}
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[float, ...], *constants: Any) -> None:
     """Run a kernel on `size` elements; from the second time on without the look-up of Triton's own launcher.
 
-    What the compiler may specialise a kernel on is in the key: dtypes, alignment, divisibility of the size, whole numbers.
+    What the compiler may specialise a kernel on is in the key: dtypes, divisibility of the size, whole numbers; alignment is seen
+    to. Addresses are given as numbers: of each tensor the launcher would ask for its own, and the driver whether that is one.
     """
-    misaligned = 0
-    for t in tensors:
-        misaligned |= t.data_ptr() & 15
-    key = (
-        kernel, tensors[0].device, misaligned == 0, size % 16 == 0, size == 1, size < 2**31, constants,
+    device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
+    key = (  # of the kernel its id: its hash is one of its source, behind a lock
+        id(kernel), device, size % 16 == 0, size == 1, size < 2**31, constants,
         *[t.dtype for t in tensors], *[n for n in numbers if type(n) is int],
     )  # fmt: skip
-    grid, compiled = (-(-size // BLOCK), 1, 1), _compiled.get(key)
-    if compiled is not None and not misaligned:
-        compiled[grid](*tensors, size, *numbers, *constants, BLOCK)
+    grid, compiled, aligned = (-(-size // BLOCK), 1, 1), _compiled.get(key), not reduce(or_, pointers) & 15
+    if compiled is not None and aligned:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled[grid](*pointers, size, *numbers, *constants, BLOCK, stream=stream)
         return
-    _compiled[key] = kernel[grid](*tensors, size, *numbers, *constants, BLOCK, enable_fp_fusion=False)
+    compiled = kernel[grid](*tensors, size, *numbers, *constants, BLOCK, enable_fp_fusion=False)
+    if aligned:
+        _compiled[key] = compiled
 
 
 def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, watch: Tensor, column: int) -> bool:
     """x as the integers q, out as they are decoded, and the largest of them; if the layout allows; whether it did."""
     if q.dtype == torch.int64 or not alike(q, out) or x.dtype not in _FLOATS:
         return False
-    tensors = (laid_out_as(q, x), q, q if out is None else out, watch.view(torch.int32))
+    tensors = (laid_out_as(q, x), q, q if out is None else out, watch)
     _launch(_encode, tensors, q.numel(), (scale, unit), column, out is not None)
     return True
 
@@ -296,15 +306,7 @@ def advance_(
     if x.dtype == torch.int64 or not alike(x, v, i, out):
         plain.advance_(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
         return
-    tensors = (
-        x,
-        v,
-        x if i is None else i,
-        laid_out_as(x, y),
-        out,
-        watch.view(torch.int32),
-        x if mask is None else mask,
-    )
+    tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch, x if mask is None else mask)
     numbers, constants = (*_ratio(n, d), scale, unit, guard), (_kind(n, d), form, _FLOATS[seen], mask is not None)
     _launch(_advance, tensors, x.numel(), numbers, *constants)
 

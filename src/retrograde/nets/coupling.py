@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Extra, copied_buffers, rng_from
+from ..core.call import Extra
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint, integer_dtype
+from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range
 from ..stack.coupled import Coupled
 from ..stack.coupling import Coupling, Scheme
@@ -162,7 +163,7 @@ class CouplingNet(nn.Module):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
-            with rng_from(None, extra.devices(x0), extra.generators), copied_buffers(self.modules()):
+            with rng_kept(extra.devices(x0), extra.generators), copied_buffers(self.modules()):
                 watch = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow).state.watch
         finally:
             torch.set_autocast_cache_enabled(cached)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..core.call import Extra, copied_buffers, rng_from
+from ..core.call import Extra
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.rational import as_ratios
+from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
 from ..stack.momentum import FORMS, Momentum, Recurrence
@@ -312,7 +313,7 @@ class MomentumNet(nn.Module):
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
             with (
-                rng_from(None, extra.devices(x0), extra.generators),
+                rng_kept(extra.devices(x0), extra.generators),
                 copied_buffers(self.modules()),
                 unheard(self.modules()),
                 saved_tensors_hooks(
