@@ -87,6 +87,10 @@ def test_auto_is_never_above_checkpoint(name: str) -> None:
         make, example = ARCHITECTURES[name].make, ARCHITECTURES[name].example
     plan = rg.plan(make(), example)
     slack = 1.08 if name in SHALLOW else 1.0  # a copy of the stage's input and a second gradient, beside very little
+    if name == "resnet":  # too few blocks for reversal: one bit an element and block beside their inputs
+        assert {row.form for row in plan.stages} == {"relu"}
+        assert rg.plan(make(), example, form="block").peaks["auto"].peak <= plan.peaks["checkpoint"].peak
+        slack = 1.002
     assert plan.peaks["auto"].peak <= slack * plan.peaks["checkpoint"].peak
     if name == "timm vit_tiny":  # so small that the first convolution is all there is
         assert plan.peaks["auto"].held < plan.peaks["plain"].held
@@ -97,8 +101,8 @@ def test_auto_is_never_above_checkpoint(name: str) -> None:
 def test_rows_and_reasons() -> None:
     plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32), memory="reverse")
     assert [(row.path, row.blocks, row.form, row.mode) for row in plan.stages] == [
-        ("layer1.1-2", 2, "block", "reverse"),
-        ("layer2.1-3", 3, "block", "reverse"),
+        ("layer1.1-2", 2, "relu", "reverse"),
+        ("layer2.1-3", 3, "relu", "reverse"),
     ]
     assert {row.path: row.mode for row in plan.left} == dict.fromkeys(
         ["layer1.0", "layer2.0", "layer3.0", "layer3.1", "layer4.0"], "checkpoint"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.call import Extra
 from ..stack.uncompiled import uncompiled
-from .adapters import rectified
+from .rectified import heard, rectified
 from .stage import Own, Spare, Stage
 
 PLACE = "_retrograde_place"
@@ -51,12 +51,14 @@ class Converted:
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
         forward: Any = self._retrograde_class.forward
+        branch = None
         if place.stage.rectifies:
-            check_relu(self, place.path)
-            forward = rectified(self._retrograde_class)
+            branch = rectified_now(self, place, alone=not (args or kwargs))
+            forward, keyword = (forward, keyword) if branch is None else (branch, None)
         if place.stage.settings.compile is not None and place.stage.dry is None:
             forward = compiled(forward, place.stage.settings.compile)
-        own = Own(self, forward, keyword, place.stage.dry)  # type: ignore[arg-type]
+        whole = place.stage.rectifies and branch is None
+        own = Own(self, forward, keyword, place.stage.dry, whole)  # type: ignore[arg-type]
         args, kwargs = without_cache(args, kwargs, place)
         return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
 
@@ -70,16 +72,21 @@ class Converted:
         return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
 
 
-def check_relu(block: Any, path: str) -> None:
-    """Raise if the last relu of a block, which the step takes over, is not a plain one."""
-    relu = block.relu
-    if type(relu) is not nn.ReLU or any(
-        (relu._forward_hooks, relu._forward_pre_hooks, relu._backward_hooks, relu._backward_pre_hooks)
-    ):
-        raise ValueError(
-            f"the relu of {path} is a {type(relu).__name__}, or has hooks, and form='relu' does without its last call: convert with "
-            "form='block', or remove the hooks."
-        )
+def rectified_now(block: Any, place: Place, alone: bool) -> Any:
+    """f of a block that computes relu(x + f(x)), if it can be taken for this call. `alone`: the block is given nothing but x."""
+    insists = place.stage.settings.insists
+    branch = rectified(block, block._retrograde_class) if alone and (insists or not heard()) else None
+    if branch is None and insists:
+        raise not_rectified(block, place.path)
+    return branch
+
+
+def not_rectified(block: nn.Module, path: str) -> ValueError:
+    """What to say of a block that form="relu" cannot have."""
+    return ValueError(
+        f"{path}, a {type(block).__module__}.{type(block).__name__}, is not known to compute relu(x + f(x)), which form='relu' needs: "
+        "its submodules one after another, x added, and a plain nn.ReLU, the last one without hooks. Use form='block', or None."
+    )
 
 
 _compiled: dict[tuple[Any, str], Any] = {}

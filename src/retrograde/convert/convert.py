@@ -17,9 +17,9 @@ from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.uncompiled import uncompiled
 from . import block as blocks
-from .adapters import rectified
 from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
+from .rectified import rectified
 from .stage import Settings, Stage
 
 STAGES, ARRANGED, NESTED = "_retrograde_stages", "_retrograde_arrangement", "_retrograde_nested"
@@ -48,10 +48,11 @@ def convert(
         gamma: γ in [0, 1]; one per step, if a single stage is converted.
         stages: paths of containers (`nn.Sequential`, `nn.ModuleList`), or patterns for containers or for blocks, to be taken
             instead of what is found.
-        form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x. None: "block", or
-            what a try on the example shows. "relu": for stages of torchvision's BasicBlock and Bottleneck (or those of
-            `retrograde.nets.resnet`), which return relu(x + f(x)): the same network as with "block", in fewer passes over memory;
-            one bit an element and block is kept besides.
+        form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x; "relu": they return
+            relu(x + f(x)), as those of ResNets, and the steps form the sum and the relu: the same network as with "block", in fewer
+            passes over memory; one bit an element and block is kept besides. None: "branch" where a try on the example shows it,
+            "relu" for stages whose blocks are all proved to be of that kind (`rectified`), else "block"; in a step in which that no
+            longer holds, because of a hook on the relu say, the block is run as with "block".
         velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
         memory, fraction_bits, verify, overflow, state_bits: as in `MomentumNet`.
         compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
@@ -76,7 +77,8 @@ def convert(
     >>> model(torch.randn(2, 5, 16)).sum().backward()
     """
     settings = Settings(
-        gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile)
+        gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile),
+        insists=form is not None,
     )  # fmt: skip
     check_settings(settings)
     check_budget(budget, memory, stages=True)
@@ -123,20 +125,19 @@ def look(
     for run in finding.runs:
         for path in run.blocks:
             blocks.check(modules[path], path)
-            if form == "relu":
-                _check_rectified(modules[path], path, run)
-    if form == "relu":
-        return replace(finding, runs=tuple(replace(run, form=form) for run in finding.runs))
-    return finding
+    if form not in (None, "relu"):
+        return finding
+    return replace(finding, runs=tuple(_rectified(run, modules, form) for run in finding.runs))
 
 
-def _check_rectified(module: nn.Module, path: str, run: Run) -> None:
-    if run.form != "block" or rectified(type(module)) is None or getattr(module, "downsample", None) is not None:
-        raise ValueError(
-            f"form='relu' is for torchvision's BasicBlock and Bottleneck that keep the shape of x; {path} is a "
-            f"{type(module).__module__}.{type(module).__name__}. Use form='block', or name the stages of such blocks."
-        )
-    blocks.check_relu(module, path)
+def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run:
+    """The run in form "relu", if its blocks are; raise if they are not and that was asked for."""
+    other = next((path for path in run.blocks if run.form != "block" or rectified(modules[path]) is None), None)
+    if other is None:
+        return replace(run, form="relu")
+    if form is not None:
+        raise blocks.not_rectified(modules[other], other)
+    return run
 
 
 def place(

@@ -34,7 +34,7 @@ class Row:
     Attributes:
         path: where it is.
         blocks: how many blocks it has.
-        form: "block", "branch", or "" for a block left out.
+        form: "block", "branch", "relu", or "" for a block left out.
         plain: bytes that the plain model keeps of it from forward to backward.
         kept: bytes that the converted model keeps.
         mode: the memory mode, or how many blocks have which: "reverse 12, keep input 23".
@@ -132,7 +132,7 @@ def plan(
     >>> row.path, row.blocks, row.mode
     ('layers.0-11', 12, 'reverse')
     """
-    settings = Settings(gamma, form or "block", None, memory)
+    settings = Settings(gamma, form or "block", None, memory, insists=form is not None)
     check_settings(settings)
     check_budget(budget, memory, stages=True)
     finding = look(model, example, stages, form, least)
@@ -149,14 +149,15 @@ def plan(
     for way, of_way in ways.items():
         place(model, finding, of_way, budget if way == memory else None)
         try:
-            chosen = stages_of(model)
+            placed = stages_of(model)
+            chosen = placed if way == memory else chosen
             if way == memory == "auto" and budget is not None:
                 args, kwargs = as_call(example)
-                seen = simulated(model, chosen, args, kwargs, loss, autocast)
+                seen = simulated(model, placed, args, kwargs, loss, autocast)
                 plans = model.__dict__[ARRANGED].chosen(*seen, model)
-                for stage in chosen:
+                for stage in placed:
                     stage.planned = plans.get(stage.name)
-            for stage in chosen:
+            for stage in placed:
                 stage.dry = attention_of(model)
             results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)
         finally:

@@ -54,6 +54,7 @@ class Settings:
     overflow: str = "raise"
     state_bits: int | str = "auto"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
+    insists: bool = False  # on its form, which was asked for
 
 
 class Spare:
@@ -75,10 +76,16 @@ class Own:
     """A converted block's own forward, with x first and one tensor out.
 
     What the block returns besides (attention weights, a position bias) is put by in its first run.
+
+    Args:
+        forward: its own, or f of relu(x + f(x)).
+        whole: it is its own though the steps would form relu(x + f) themselves.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, dry: Any = None) -> None:
-        self.block, self.forward, self.keyword, self.dry = block, forward, keyword, dry
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, dry: Any = None, whole: bool = False
+    ) -> None:
+        self.block, self.forward, self.keyword, self.dry, self.whole = block, forward, keyword, dry, whole
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +239,7 @@ class Stage:
             k = run.k
             if self.recorder is not None:
                 track = self.recorder.begin(self, k, x)
-            x1 = run.step(own, extra, path)
+            x1 = run.step(own, extra, path, own.whole)
             if self.recorder is not None:
                 self.recorder.end(track, k, x1)
         except RangeOverflow as error:
@@ -274,7 +281,7 @@ class Stage:
             integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
             run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
             if self.settings.velocity == "first":
-                run.launch(own, extra, self.recurrence.form)
+                run.launch(own, extra, "block" if own.whole else self.recurrence.form)
             return run
         held = self.range.of(own.block.training)
         fixed = None if self.surveying else held.current(x)
@@ -290,7 +297,7 @@ class Stage:
         )
         run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
-            run.launch(own, extra, self.recurrence.form)
+            run.launch(own, extra, "block" if own.whole else self.recurrence.form)
         return run
 
     def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:

@@ -85,9 +85,11 @@ class Forward:
             self.state.launch(y, form)
             self.x = self.state.read()
 
-    def step(self, block: Block, extra: Extra, name: str | None = None) -> Tensor:
-        """Run the next block and take its step; the new x."""
+    def step(self, block: Block, extra: Extra, name: str | None = None, whole: bool = False) -> Tensor:
+        """Run the next block and take its step; the new x. `whole`: in form "relu", the block gives relu(x + f(x)) itself."""
         k = self.k
+        if whole:
+            self.state.whole.add(k)
         if k == min(self.kept_from, self.stored_from) and self.mode == "reverse":
             self.state = self.state.fork()  # the tape stays here
         y = self._output(block, extra, k, name or f"block {k}")

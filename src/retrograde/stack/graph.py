@@ -131,9 +131,9 @@ class Step(Function):
     def forward(ctx: Any, xt: Tensor, vt: Tensor, y: Tensor, state: Momentum, k: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         recurrence = state.recurrence
-        ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form)
+        ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form(k))
         ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.gradient), state.ops, state.thread, k == 0
-        ctx.mask = mask = state.mask()
+        ctx.mask = mask = state.mask(k)
         if mask is not None:
             ctx.strides = state.x.stride()
         return state.token(), state.token(), state.advance(k, y, mask)

@@ -49,7 +49,7 @@ class Recurrence:
     @cached_property
     def carried(self) -> list[tuple[float, float]]:
         """What gv is, and gx where gv was 0, in units of the gradient of each block's output; last: of v's own gradient (`graph`)."""
-        less = self.form == "block"
+        less = self.form != "branch"  # a relu's gx is never left out
         units = [(gamma / factor, (1 - factor if less else 1.0) / factor) for *_, gamma, factor in self.factors]
         return [*units, (1.0, 0.0)]
 
@@ -90,7 +90,8 @@ class Momentum:
     ) -> None:
         self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
         self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
-        self.begins, self.form = recurrence.begins, FORMS.index(recurrence.form)
+        self.begins, self._form = recurrence.begins, FORMS.index(recurrence.form)
+        self.whole: set[int] = set()  # steps of form "relu" whose block gives relu(x + f) itself: "block"
         largest = torch.finfo(x0.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
         self.limits = (fixed.limit, min(fixed.limit, largest))  # of |v| and |x|, as integers; x must fit its float
         self.buffers: list[Tensor | None] = []
@@ -137,9 +138,13 @@ class Momentum:
         self.v.copy_(self._encoded(v0 if form == "branch" else v0.to(x0.dtype) - x0, velocity=True))
         return passed
 
-    def mask(self) -> Tensor | None:
-        """Room for what a step's relu let through, if it has one."""
-        if self.form < 2:
+    def form(self, k: int) -> int:
+        """What block k computes, by its number among `FORMS`."""
+        return 1 if k in self.whole else self._form
+
+    def mask(self, k: int) -> Tensor | None:
+        """Room for what the relu of step k lets through, if it has one."""
+        if self.form(k) < 2:
             return None
         return torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
 
@@ -223,7 +228,7 @@ class Momentum:
 
     def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
         n, d, _, factor = self.recurrence.factors[k]
-        return values(y.detach()), self.dtype, n, d, factor * self.scale, self.unit, self.form
+        return values(y.detach()), self.dtype, n, d, factor * self.scale, self.unit, self.form(k)
 
     def _check(self, row: int) -> None:
         if self.eager:

@@ -31,9 +31,10 @@ class Rough(Momentum):
     def advance(self, k: int, y: Tensor, mask: Tensor | None = None) -> Tensor:
         _, _, gamma, factor = self.recurrence.factors[k]
         f = y.detach().to(self.fixed.work)
-        if self.form:
+        form = self.form(k)
+        if form:
             x = self.read().to(self.fixed.work)
-            f = (torch.relu((x + f).to(y.dtype).to(x.dtype)) if self.form == 2 else f) - x
+            f = (torch.relu((x + f).to(y.dtype).to(x.dtype)) if form == 2 else f) - x
         self.v.mul_(gamma).add_(f, alpha=factor)
         self.x.add_(self.v)
         self.rows[k + 1].copy_(torch.stack([_largest(self.v), _largest(self.x)]))

@@ -2,16 +2,13 @@
 
 An adapter is one function, `judge(block, owner)`, for a block whose forward is that of its library's class `owner`: `KEEPS` if
 it computes x + f(x) with the shape of x, a reason if it is a block of the kind but does not, None if it is no such block.
-`rectified` finds f in blocks that compute relu(x + f(x)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 KEEPS = "keeps the shape of its input"
 _ADAPTERS = {
@@ -38,24 +35,6 @@ def judge(block: nn.Module) -> str | None:
         return None
     verdict: str | None = import_module(f"{__name__}.{adapter}").judge(block, owner)
     return verdict
-
-
-_RECTIFIED = ("torchvision.models.resnet", "retrograde.nets.resnet")
-
-
-def rectified(kind: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """f(block, x) of the shape-keeping blocks of this very class that compute relu(x + f(x)), if it is known."""
-    known = {"BasicBlock": _basic, "Bottleneck": _bottleneck}
-    return known.get(kind.__name__) if kind.__module__ in _RECTIFIED else None
-
-
-def _basic(block: Any, x: Tensor) -> Tensor:
-    return block.bn2(block.conv2(block.relu(block.bn1(block.conv1(x)))))
-
-
-def _bottleneck(block: Any, x: Tensor) -> Tensor:
-    x = block.relu(block.bn2(block.conv2(block.relu(block.bn1(block.conv1(x))))))
-    return block.bn3(block.conv3(x))
 
 
 def without(block: nn.Module, shortcut: str) -> str:

@@ -1,0 +1,550 @@
+"""The form of a stage when none is given: "relu" where every block is proved to compute relu(x + f(x)), else "block"."""
+
+import copy
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+
+import retrograde as rg
+from retrograde.convert.convert import look, stages_of
+from retrograde.convert.rectified import rectified
+from retrograde.extras import require
+from retrograde.nets.resnet import resnet, thin_resnet
+from retrograde.stack.momentum import Momentum
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    tv = require("torchvision.models")
+    timm = require("timm")
+    hf = require("transformers")
+MODES = ["reverse", "checkpoint", "store"]
+IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+NARROW: dict[str, Any] = {"layers": (3, 3, 1, 1), "channels": (8, 16, 16, 16), "num_classes": 5}
+
+
+def torchvision(**options: Any) -> nn.Module:
+    model: nn.Module = tv.resnet.ResNet(tv.resnet.Bottleneck, [3, 3, 1, 1], num_classes=5, width_per_group=8, **options)
+    return model
+
+
+def narrow(name: str, **options: Any) -> nn.Module:
+    model: nn.Module = timm.create_model(name, **NARROW, zero_init_last=False, **options)
+    return model
+
+
+def hf_resnet() -> nn.Module:
+    model: nn.Module = hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[3, 3]))
+    return model
+
+
+def forms(model: nn.Module, *args: Any, **options: Any) -> set[str]:
+    return {run.form for run in look(model, *args, **options).runs}
+
+
+def step(model: nn.Module, x: Tensor = IMAGE, seed: int = 3) -> list[Tensor]:
+    """Output, gradients and buffers of a training step."""
+    torch.manual_seed(seed)
+    leaf = x.clone().requires_grad_()
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    y = model(leaf)
+    y = y if isinstance(y, Tensor) else y[0]
+    grads = torch.autograd.grad(y.float().square().mean(), [leaf, *model.parameters()])
+    found = [y.detach(), *grads, *(b.clone() for b in model.buffers()), torch.rand(1)]
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    return found
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step with gradients: whether it formed a relu."""
+    made: list[bool] = []
+    mask = Momentum.mask
+
+    def noted(self: Momentum, k: int) -> Tensor | None:
+        found = mask(self, k)
+        made.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Momentum, "mask", noted)
+    return made
+
+
+class Block(nn.Module):
+    """As people write them."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.act = nn.ReLU()
+        self.norm: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.act(self.first(x)))
+        if self.norm is not None:
+            out = self.norm(out)
+        return self.act(out + x)
+
+
+def net(kind: type[nn.Module] = Block, **options: Any) -> nn.Module:
+    return nn.Sequential(*(kind(**options) for _ in range(4)))
+
+
+ROWS = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+
+# which form it is ------------------------------------------------------------------------------------------------------
+
+RELU: dict[str, Callable[[], nn.Module]] = {
+    "torchvision resnet18": tv.resnet18,
+    "torchvision resnet50": torchvision,
+    "torchvision resnext": lambda: torchvision(groups=4),
+    "torchvision wide": tv.wide_resnet50_2,
+    "torchvision dilated": lambda: torchvision(replace_stride_with_dilation=[False, True, True]),
+    "torchvision group norm": lambda: torchvision(norm_layer=lambda n: nn.GroupNorm(2, n)),
+    "torchvision video": tv.video.r3d_18,
+    "torchvision regnet": tv.regnet_y_400mf,
+    "timm resnet18": lambda: timm.create_model("resnet18"),
+    "timm resnet50": lambda: narrow("resnet50"),
+    "timm seresnet50": lambda: narrow("seresnet50"),
+    "timm ecaresnet50d": lambda: narrow("ecaresnet50d"),
+    "timm resnetaa50": lambda: narrow("resnetaa50"),
+    "timm drop path": lambda: narrow("resnet50", drop_path_rate=0.2, drop_block_rate=0.1),
+    "timm legacy": lambda: timm.create_model("legacy_seresnet18"),
+    "transformers ResNet": hf_resnet,
+    "ours": lambda: thin_resnet(20),
+    "somebody's": net,
+}
+BLOCK: dict[str, Callable[[], nn.Module]] = {
+    "timm resnetv2": lambda: timm.create_model("resnetv2_50", layers=(3, 3), channels=(32, 64), stem_chs=16),
+    "timm SiLU": lambda: narrow("resnet50", act_layer=nn.SiLU),
+    "timm LeakyReLU": lambda: narrow("resnet50", act_layer=nn.LeakyReLU),
+    "timm res2net": lambda: narrow("res2net50d"),
+    "timm resnest, drop path": lambda: narrow("resnest50d", drop_path_rate=0.2),  # drawn, and thrown away
+    "torchvision vit": lambda: tv.VisionTransformer(32, 8, 4, 2, 32, 64, num_classes=5),
+    "torchvision mobilenet": lambda: tv.mobilenet_v2(num_classes=5),
+}
+
+
+@pytest.mark.parametrize("name", [*RELU, *BLOCK])
+def test_which_form_a_model_gets(name: str) -> None:
+    model = {**RELU, **BLOCK}[name]()
+    options: dict[str, Any] = {"stages": [""]} if name == "somebody's" else {}
+    wanted = "relu" if name in RELU else "block"
+    assert forms(model, **options) == {wanted}
+    assert forms(model, form="block", **options) == {"block"}
+    if name in BLOCK:
+        with pytest.raises(ValueError, match=r"not known to compute relu.* Use form='block', or None"):
+            rg.convert(model, form="relu", **options)
+
+
+def test_a_block_found_by_trial() -> None:
+    assert forms(net(), ROWS) == {"relu"}
+
+
+def test_one_other_block_and_its_stage_is_of_form_block() -> None:
+    model = torchvision()
+    model.layer2[1].relu.register_forward_hook(lambda *_: None)
+    assert {run.name: run.form for run in look(model).runs} == {"layer1.1-2": "relu", "layer2.1-2": "block"}
+
+
+# it is the network of form "block" -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16", "autocast", "autocast of float32"])
+@pytest.mark.parametrize(
+    "make",
+    [torchvision, lambda: narrow("seresnet50", drop_path_rate=0.3), hf_resnet, lambda: thin_resnet(20)],
+    ids=["torchvision", "timm", "transformers", "ours"],
+)
+def test_to_the_bit(make: Callable[[], nn.Module], precision: str) -> None:
+    dtype = getattr(torch, precision) if not precision.startswith("autocast") else torch.float32
+    model, x = make().to(dtype), IMAGE.to(dtype)
+    if precision == "autocast of float32":  # x comes to the stages in float32, what their blocks make of it is bfloat16
+        first = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+        first.register_forward_hook(lambda *a: a[2].float())
+    bits: dict[str, Any] = {"fraction_bits": 40 if dtype is torch.float64 else 12}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision.startswith("autocast")):
+        plain = step(model, x)
+        assert forms(model) == {"relu"}
+        for memory in ("store", "checkpoint"):
+            assert equal(step(rg.convert(copy.deepcopy(model), gamma=0, memory=memory), x), plain)
+        found = {memory: step(rg.convert(copy.deepcopy(model), memory=memory, **bits), x) for memory in MODES}
+        assert equal(found["reverse"], found["store"])
+        assert equal(found["checkpoint"], found["store"])
+        theirs = step(rg.convert(copy.deepcopy(model), form="block", memory="store", **bits), x)
+    assert torch.equal(found["store"][0], theirs[0])
+    assert not torch.equal(theirs[0], plain[0])
+    slack = 1e-11 if dtype is torch.float64 else 1e-4 if precision == "float32" else 0.2
+    for a, b in zip(found["store"], theirs, strict=True):
+        assert (a - b).double().norm() <= slack * b.double().norm() + slack * 1e-3
+
+
+def test_a_sum_that_is_broadcast() -> None:
+    class Pooled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Sequential(nn.AdaptiveAvgPool1d(1))
+
+    model, x = net(Pooled).double(), ROWS.double()
+    options: dict[str, Any] = {"stages": [""], "fraction_bits": 40, "memory": "reverse"}
+    assert forms(model, stages=[""]) == {"relu"}
+    ours = step(rg.convert(copy.deepcopy(model), **options), x)
+    theirs = step(rg.convert(copy.deepcopy(model), form="block", **options), x)
+    assert torch.equal(ours[0], theirs[0])
+    assert all(torch.allclose(a, b, 1e-11, 1e-13) for a, b in zip(ours, theirs, strict=True))
+
+
+# what is no proof ------------------------------------------------------------------------------------------------------
+
+
+class Training(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        if self.training:
+            out = self.second(out)
+        return self.act(out + x)
+
+
+class Chance(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return x
+        return self.act(self.first(x) + x)
+
+
+class Super(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Functional(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(F.gelu(self.first(x)) + x)
+
+
+class Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.first(x) + self.second(x))
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.first(x) * 2 + x)
+
+
+class After(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x) + x))
+
+
+class Wasted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.second(x)
+        return self.act(self.first(x) + x)
+
+
+class IntoX(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.first(x)
+        return self.act(x)
+
+
+class Optional(Block):
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        return self.act(self.first(x) + x)
+
+
+class Caught(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.act(self.first(x).mul(2) + x)
+        except Exception:
+            return self.act(self.first(x) + x)
+
+
+class Preactivated(Block):
+    """The first module writes to x, so that what is added is relu(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.first(self.before(x)) + x)
+
+
+class Property(Block):
+    @property
+    def factor(self) -> Any:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        if self.factor is not None:
+            out = self.second(out)
+        return self.act(out + x)
+
+
+class Counting(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.act(self.first(x) + x)
+
+
+class Default(Block):
+    def scaled(self, x: Tensor, by: Any = random) -> Tensor:
+        return self.first(x) if by.random() < 2 else self.second(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.scaled(x) + x)
+
+
+NO_PROOF = [
+    Training, Chance, Super, Functional, Twice, Scaled, After, Wasted, IntoX, Optional, Caught, Preactivated, Property, Counting,
+    Default,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_PROOF)
+def test_what_is_not_proved_is_run_as_it_is(kind: type[nn.Module]) -> None:
+    random.seed(0)
+    before = random.getstate(), torch.get_rng_state()
+    model = net(kind)
+    assert all(rectified(block) is None for block in model)
+    assert forms(model, stages=[""]) == {"block"}
+    assert random.getstate() == before[0]
+    if kind is Preactivated:
+        x = ROWS.clone()
+        model[0](x)
+        assert not torch.equal(x, ROWS)
+
+
+def changed(how: str, block: Any) -> None:
+    """Do something to a torchvision block, which it then is not one to be taken apart for."""
+    if how == "relu hook":
+        block.relu.register_forward_hook(lambda *a: a[2] * 0.5)
+    elif how == "relu pre-hook":
+        block.relu.register_forward_pre_hook(lambda m, a: a[0] * 0.5)
+    elif how == "relu backward hook":
+        block.relu.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
+    elif how == "relu patched":
+        block.relu.forward = lambda x: F.relu(x) * 0.5
+    elif how == "another relu":
+        block.relu = nn.LeakyReLU(0.5)
+    elif how == "derived relu":
+        block.relu = type("Twice", (nn.ReLU,), {"forward": lambda self, x: F.relu(x) * 2})()
+    elif how == "first hook":  # writes to x
+        block.conv1.register_forward_pre_hook(lambda m, a: a[0].mul_(0.5))
+    elif how == "first patched":
+        block.conv1.forward = lambda x, own=block.conv1.forward: own(x.mul_(0.5))
+    elif how == "shortcut":
+        block.downsample = nn.BatchNorm2d(block.bn3.num_features).double()
+
+
+HOW = [
+    "relu hook", "relu pre-hook", "relu patched", "another relu", "derived relu", "first hook", "first patched", "shortcut",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after conversion"])
+def test_changed_blocks_run_as_they_are(how: str, later: bool, masks: list[bool]) -> None:
+    """Done before: the stage is of form "block". Done later: that one step is. Outputs and gradients are those of form "block"."""
+    later |= how == "shortcut"  # a block with one is left out of the stages
+    found = {}
+    model = torchvision().double()
+    for form in ("block", None):
+        for memory in MODES:
+            mine = copy.deepcopy(model)
+            options: dict[str, Any] = {"form": form, "memory": memory, "fraction_bits": 40}
+            if not later:
+                changed(how, mine.layer1[1])
+            rg.convert(mine, **options)
+            if later:
+                changed(how, mine.layer1[1])
+            masks.clear()
+            found[form, memory] = step(mine, IMAGE.double())
+            if form is None:
+                assert masks == [False, later, True, True]
+            else:
+                assert not any(masks)
+            if later and form is None and how == "relu hook":
+                mine.layer1[1].relu._forward_hooks.clear()
+                masks.clear()
+                step(mine, IMAGE.double())
+                assert masks == [True] * 4
+    for (form, memory), now in found.items():
+        assert equal(now, found[form, "store"]), (form, memory)
+    assert torch.equal(found[None, "store"][0], found["block", "store"][0])
+    for a, b in zip(found[None, "store"], found["block", "store"], strict=True):
+        assert (a - b).double().norm() <= 1e-10 * b.double().norm()
+
+
+@pytest.mark.parametrize("velocity", [None, "first"])
+@pytest.mark.parametrize("which", [[0], [3], [1, 2], [0, 1, 2, 3]])
+def test_steps_of_both_kinds_in_one_pass(which: list[int], velocity: str | None) -> None:
+    """The gradient of a step is handed on right whatever the next step is."""
+    model, called = net().double(), list[int]()
+    for k in which:
+        model[k].act = nn.ReLU()
+    found = {}
+    for form in ("block", None):
+        for memory in MODES:
+            mine = copy.deepcopy(model)
+            rg.convert(mine, stages=[""], form=form, memory=memory, velocity=velocity, fraction_bits=40)
+            for k in which:
+                mine[k].act.register_forward_hook(lambda *_: called.append(1))
+            found[form, memory] = step(mine, ROWS.double())
+    assert called
+    assert all(equal(now, found[form, "store"]) for (form, _), now in found.items())
+    assert torch.equal(found[None, "store"][0], found["block", "store"][0])
+    for a, b in zip(found[None, "store"], found["block", "store"], strict=True):
+        assert (a - b).double().norm() <= 1e-10 * b.double().norm()
+
+
+def test_hooks_on_the_block_and_inside_it_are_called(masks: list[bool]) -> None:
+    seen: dict[str, list[Any]] = {}
+    found = []
+    for form in ("block", None):
+        torch.manual_seed(0)
+        model, name = torchvision(), str(form)
+        seen[name] = []
+        model.layer1[1].register_forward_pre_hook(lambda m, a, n=name: seen[n].append(a[0].detach().clone()))
+        model.layer1[1].register_forward_hook(lambda m, a, y, n=name: seen[n].append(y.detach().clone()))
+        model.layer1[1].bn3.register_forward_hook(lambda m, a, y, n=name: seen[n].append(y.detach().clone()))
+        rg.convert(model, form=form, fraction_bits=16, memory="store")
+        found.append(step(model))
+    assert len(seen["None"]) == len(seen["block"]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(seen["None"], seen["block"], strict=True) if a.shape == b.shape)
+    assert any(masks)
+
+
+def test_hooks_on_every_module_hear_the_last_relu(masks: list[bool]) -> None:
+    model, heard = rg.convert(torchvision(), memory="store"), []
+    handle = register_module_forward_hook(lambda m, a, y: heard.append(type(m)))
+    try:
+        step(model)
+    finally:
+        handle.remove()
+    plain, also = rg.revert(model), []
+    handle = register_module_forward_hook(lambda m, a, y: also.append(type(m)))
+    try:
+        step(plain)
+    finally:
+        handle.remove()
+    assert not any(masks)
+    assert heard.count(nn.ReLU) % also.count(nn.ReLU) == 0  # the survey runs the model once more
+
+
+def test_blocks_called_by_keyword_and_with_more_than_x(masks: list[bool]) -> None:
+    class Loop(nn.Module):
+        def __init__(self, keyword: bool) -> None:
+            super().__init__()
+            self.blocks, self.keyword = net(), keyword
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x=x) if self.keyword else block(x)
+            return x
+
+    found = []
+    for keyword in (True, False):
+        torch.manual_seed(0)
+        found.append(step(rg.convert(Loop(keyword), stages=["blocks"], gamma=0.5), ROWS))
+    assert masks == [True] * 8
+    assert equal(*found)
+    with pytest.raises(TypeError):
+        rg.convert(net(), stages=[""], fraction_bits=20)[0](ROWS, 1)
+
+
+# what is left of the model ---------------------------------------------------------------------------------------------
+
+
+def test_copies_pickles_and_the_way_back(masks: list[bool]) -> None:
+    model = narrow("seresnet50").eval()
+    keys, before, classes = list(model.state_dict()), model(IMAGE), [type(m) for m in model.modules()]
+    rg.convert(model, fraction_bits=16)
+    assert list(model.state_dict()) == keys
+    wanted = step(model)
+    assert any(masks)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {stage.settings.form for stage in stages_of(other) if not stage.checkpointed} == {"relu"}
+        assert equal(step(other), wanted)
+    rg.revert(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(model(IMAGE), before)
+
+
+def test_a_traced_block() -> None:
+    """One that torch.fx made is either taken apart or run as it is."""
+    model = torchvision().double()
+    for k in (1, 2):
+        model.layer1[k] = torch.fx.symbolic_trace(model.layer1[k])
+    options: dict[str, Any] = {"stages": ["layer1.[12]"], "fraction_bits": 40}
+    found = {
+        form: step(rg.convert(copy.deepcopy(model), form=form, **options), IMAGE.double()) for form in ("block", None)
+    }
+    assert torch.equal(found[None][0], found["block"][0])
+    assert all(
+        (a - b).double().norm() <= 1e-10 * b.double().norm() for a, b in zip(found[None], found["block"], strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
+def test_blocks_compiled() -> None:
+    model, x = resnet(18, size="cifar", classes=3, width=4), torch.randn(2, 3, 8, 8)
+    wanted = step(rg.convert(copy.deepcopy(model), fraction_bits=16), x)
+    found = step(rg.convert(model, fraction_bits=16, compile={"backend": "eager"}), x)
+    assert equal(found, wanted)
+
+
+def test_gamma_set_to_zero_runs_the_blocks_themselves() -> None:
+    model = torchvision()
+    plain = step(model)
+    rg.convert(model, memory="store")
+    for stage in stages_of(model):
+        stage.gamma = 0
+    assert equal(step(model), plain)
+
+
+# plans -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_of_the_form_that_is_used() -> None:
+    model = torchvision()
+    found = {form: rg.plan(model, IMAGE, form=form, memory="checkpoint") for form in (None, "relu", "block")}
+    assert {row.form for row in found[None].stages} == {"relu"}
+    assert "relu" in str(found[None])
+    assert found[None].peaks == found["relu"].peaks
+    assert {row.form for row in found["block"].stages} == {"block"}
+    assert {row.mode for row in found[None].stages} == {"checkpoint"}
+    ours, theirs = (found[form].peaks["checkpoint"].held for form in (None, "block"))
+    assert (
+        ours - theirs == (2 * 2 * 256 * 8 * 8 + 2 * 2 * 512 * 4 * 4) // 8
+    )  # the masks: blocks × elements, one bit each
+    assert not stages_of(model)
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_the_prediction_is_what_is_measured(memory: str) -> None:
+    model, x = torchvision(), torch.randn(8, 3, 64, 64)
+    plan = rg.plan(model, x, memory=memory)
+    report = rg.measure(rg.convert(model, memory=memory), x, repeats=1)
+    assert plan.peaks[memory].held == pytest.approx(report.held, rel=0.02)
+    assert plan.peaks[memory].peak == pytest.approx(report.peak, rel=0.10)
