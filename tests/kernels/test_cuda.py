@@ -118,6 +118,21 @@ def test_a_start_is_encoded_with_the_same_bits(integers: torch.dtype, dtype: tor
     assert watch.tolist() == [0.0, q.abs().max()]
 
 
+@pytest.mark.parametrize("integers", [torch.int32, torch.int16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_integers_are_decoded_with_the_same_bits(integers: torch.dtype, dtype: torch.dtype, layout: str) -> None:
+    limit, bits = torch.iinfo(integers).max, 17 if integers == torch.int32 else 9
+    q = torch.randint(-limit, limit, (2, 3, 30, 20), dtype=integers).to(DEVICE)
+    q[0, 0, 0, :3] = torch.tensor([-limit - 1, limit, 0])
+    q = q.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else q
+    out = torch.empty_like(q, dtype=dtype)
+    assert cuda.decode(q, 2.0**-bits, out)
+    assert torch.equal(out, FixedPoint(bits, integers).decode(q, dtype))
+    assert not cuda.decode(q.long(), 2.0**-bits, out)
+    assert not cuda.decode(q, 2.0**-bits, out.transpose(2, 3))
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])
 def test_the_watch_sees_a_start_that_is_not_finite_or_too_large(poison: float) -> None:
     x = torch.randn(3_000).to(DEVICE)

@@ -116,7 +116,7 @@ class Plan:
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    budget: int | float | str | None = None,
+    budget: int | float | str | None = None, state_bits: int | str = "auto",
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
@@ -125,14 +125,14 @@ def plan(
         example: a batch, as `measure` takes it. For known models only its shapes and dtypes matter.
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, least, budget: as in `convert`.
+        gamma, stages, form, memory, least, budget, state_bits: as in `convert`.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
     >>> row.path, row.blocks, row.mode
     ('layers.0-11', 12, 'reverse')
     """
-    settings = Settings(gamma, form or "block", None, memory, insists=form is not None)
+    settings = Settings(gamma, form or "block", None, memory, state_bits=state_bits, insists=form is not None)
     check_settings(settings)
     check_budget(budget, memory, stages=True)
     finding = look(model, example, stages, form, least)

@@ -17,4 +17,4 @@ if torch.cuda.is_available() and find_spec("triton") is not None:
     from . import cuda
 
     steps = (cuda.advance_, cuda.pull_, cuda.retreat_)
-    register("cuda", "CUDA", *steps, carry=cuda.carry, digest=cuda.digest, encode=cuda.encode)
+    register("cuda", "CUDA", *steps, carry=cuda.carry, digest=cuda.digest, encode=cuda.encode, decode=cuda.decode)

@@ -173,6 +173,13 @@ def _encode(
 
 
 @triton.jit
+def _decode(q_ptr, out_ptr, size, unit, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    tl.store(out_ptr + at, tl.load(q_ptr + at, inside, other=0).to(tl.int32).to(tl.float32) * unit, inside)
+
+
+@triton.jit
 def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -296,6 +303,14 @@ def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, 
         return False
     tensors = (laid_out_as(q, x), q, q if out is None else out, watch)
     _launch(_encode, tensors, q.numel(), (scale, unit), column, out is not None)
+    return True
+
+
+def decode(q: Tensor, unit: float, out: Tensor) -> bool:
+    """out as the integers q are decoded, if the layout allows; whether it did."""
+    if q.dtype == torch.int64 or not alike(q, out) or out.dtype not in _FLOATS:
+        return False
+    _launch(_decode, (q, out), q.numel(), (unit,))
     return True
 
 

@@ -45,7 +45,14 @@ def _encode(x: Tensor, *others: Any) -> bool:
     return hasattr(registered.get(x.device.type), "encode") and x.dtype != torch.float64
 
 
-_BODIES = {"advance_": _step, "pull_": _nothing, "retreat_": _step, "carry": _nothing, "encode": _encode}
+def _decode(q: Tensor, *others: Any) -> bool:
+    """As `_encode`."""
+    return hasattr(registered.get(q.device.type), "decode") and q.dtype != torch.int64
+
+
+_BODIES = {
+    "advance_": _step, "pull_": _nothing, "retreat_": _step, "carry": _nothing, "encode": _encode, "decode": _decode,
+}  # fmt: skip
 registered[FakeTensor] = SimpleNamespace(**_BODIES)
 
 

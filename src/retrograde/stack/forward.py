@@ -23,8 +23,9 @@ from torch._subclasses import FakeTensor
 from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
-from ..core.tape import Frame, Kept
+from ..core.tape import Frame
 from .graph import Enter, Launch, Leave, Step, applied
+from .kept import Held
 from .later import Later
 from .ledger import Ledger, Noted
 from .momentum import Momentum, Recurrence
@@ -125,20 +126,22 @@ class Forward:
         x = self.x
         if k >= self.stored_from:
             return self.like.checked(block(x, *extra.args, **extra.kwargs), name)
-        kept = k >= self.kept_from
+        kept = self._kept(x.detach(), k) if k >= self.kept_from else None
         call = self.tape.calls[k] = Call(block, extra, name, verified=self.verify == "blocks", memo=self.memo)
-        frame = Frame(call, self._kept(x.detach(), k) if kept else self.tape, k)
+        frame = Frame(call, self.tape if kept is None else kept, k)
         y = self.like.checked(frame.run(x, None if self.look is None else partial(self.look, k, frame)), name)
-        if self.tape.lowest is None and frame.shapes and not kept:
-            self.tape.lowest = k
-        if not kept:
+        if kept is None:
+            if self.tape.lowest is None and frame.shapes:
+                self.tape.lowest = k
             self.tape.mark(k)
-        elif isinstance(frame.source, Kept) and call.writes:  # to its input
-            frame.source.hold(self.state.read())
+        elif self.state.narrow and frame.shapes:
+            kept.hold_integers(self.state)
+        elif call.writes:  # to its input
+            kept.hold(self.state.read())
         return y
 
-    def _kept(self, x: Tensor, k: int) -> Kept:
-        return Kept(x) if self.ledger is None else Noted(x, self.ledger, k)
+    def _kept(self, x: Tensor, k: int) -> Held:
+        return Held(x) if self.ledger is None else Noted(x, self.ledger, k)
 
 
 class Like:

@@ -19,8 +19,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..core.call import WHEN_NOT_REPEATED, Call
 from ..core.errors import ReplayError
-from ..core.tape import Kept
 from ..core.verify import digest
+from .kept import Held
 from .later import Later
 from .thread import SameThread
 
@@ -266,7 +266,7 @@ def _start(t: Tensor, most: int) -> Tensor:
     return t[:most]
 
 
-class Noted(Kept):
+class Noted(Held):
     """A block's input, kept, whose replay is checked."""
 
     def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:

@@ -123,7 +123,12 @@ class Momentum:
 
     def read(self) -> Tensor:
         """x as a float."""
-        return self._float().copy_(self.fixed.decode(self.x, self.dtype))
+        return decoded(self.x, self.fixed, self.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether x takes fewer bytes than as a float."""
+        return self.x.element_size() < self.dtype.itemsize
 
     def read_velocity(self) -> Tensor:
         """v as a float."""
@@ -235,6 +240,17 @@ class Momentum:
             v, x = self.rows[row].tolist()
             if not (v <= self.limits[0] and x <= self.limits[1]):
                 check_range([(v, x)], self.fixed, self.limits, row)
+
+
+def decoded(q: Tensor, fixed: FixedPoint, dtype: torch.dtype) -> Tensor:
+    """x as a float, from its integers and laid out as they are; in one pass over memory where there is a kernel for it."""
+    out, unit, faster = torch.empty_like(q, dtype=dtype), 2.0**-fixed.bits, getattr(bodies(q), "decode", None)
+    if faster is None or not faster(q, unit, out):
+        if dtype == fixed.work:
+            out.copy_(q).mul_(unit)
+        else:
+            out.copy_(fixed.decode(q, dtype))
+    return out
 
 
 def check_range(

@@ -1,7 +1,7 @@
 """What is kept of each block from forward to backward: the three ways, and plans made of them.
 
     "reverse"      x, v and the information buffers, once, whatever the depth
-    "checkpoint"   the block's input
+    "checkpoint"   the block's input: the float, or its integers where these are narrower
     "store"        whatever autograd saves
 
 A plan takes them in this order, from the first block to the last: the state of "reverse" stays at the layer where the
@@ -72,6 +72,17 @@ class Plan:
         return self.mode if len(several) < 2 else ", ".join(f"{name} {n}" for name, n in several.items())
 
 
+def input_bytes(recurrence: Recurrence, dtype: torch.dtype) -> int:
+    """Bytes per element of an input that is kept: the float, or its integers where these are narrower (see `kept`).
+
+    >>> from fractions import Fraction
+    >>> input_bytes(Recurrence((Fraction(9, 10),), form="branch", narrow=True), torch.float32)
+    2
+    """
+    integers = any(recurrence.gammas)  # at γ = 0 there are none
+    return min(dtype.itemsize, integer_dtype(dtype, recurrence.narrow).itemsize if integers else dtype.itemsize)
+
+
 def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None) -> dict[str, int]:
     """Bytes held per element of x for the first `depth` layers, by mode. A plain step (γ = 0) cannot be reversed.
 
@@ -82,7 +93,7 @@ def holding(recurrence: Recurrence, dtype: torch.dtype, depth: int | None = None
     {'checkpoint': 6, 'reverse': 9}
     """
     depth = len(recurrence.gammas) if depth is None else depth
-    held = {"checkpoint": dtype.itemsize * depth}
+    held = {"checkpoint": input_bytes(recurrence, dtype) * depth}
     if 0 not in recurrence.gammas[:depth]:
         buffers = sum(b.itemsize for k, b in recurrence.begins.items() if b and k < depth)
         held["reverse"] = 2 * integer_dtype(dtype, recurrence.narrow).itemsize + buffers
@@ -94,11 +105,13 @@ def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
 
     A reversal runs each block to its end, where checkpointing stops at the last tensor that autograd wants: it has up to three
     more activations at hand (the block's output and what leads to it). The others keep the input of the stack beside the
-    caller's own.
+    caller's own, and an input that is kept as integers is at hand as a float besides.
     """
     needed = holding(recurrence, dtype)
     for mode in needed:
-        needed[mode] += dtype.itemsize * (3 if mode == "reverse" else 1)
+        needed[mode] += dtype.itemsize * (
+            3 if mode == "reverse" else 1 + (input_bytes(recurrence, dtype) < dtype.itemsize)
+        )
     return min(needed, key=needed.__getitem__)
 
 

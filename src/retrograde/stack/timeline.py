@@ -3,7 +3,8 @@
     intervals   forward of block 0, 1, …, K−1 of each stack, what follows, backward of block K−1, …, 1, 0
     usage       the most bytes alive in each, seen in a step in which every stack keeps as little as it can
     a block     that keeps its input, or its tensors, adds their bytes to the intervals between its forward and its backward;
-                to those two themselves it adds nothing: there the tensors are in any plan
+                to those two themselves it adds nothing: there the tensors are in any plan (but integers that are kept stand
+                beside the float that they are decoded to)
 
 From the leanest plan on, one block after another is given more: that which raises the highest point least for the time that
 it saves. So the plans of all budgets are one chain, each keeps what the one before it keeps, and more memory is never
@@ -25,7 +26,7 @@ from torch import Tensor
 from ..core.fixedpoint import integer_dtype
 from ..core.tape import Frame
 from .momentum import Recurrence
-from .planner import Plan, holding
+from .planner import Plan, holding, input_bytes
 
 STEP = 8.0
 """Traffic of a step back, per byte of x as an integer."""
@@ -47,6 +48,7 @@ class Track:
     Attributes:
         plan: of the step that was seen: every block the same way.
         input: bytes of a block's input.
+        kept: bytes of it where it is kept: fewer than `input` if that is as integers.
         unit: bytes of x as integers.
         state: bytes that reversed blocks keep together.
         mask: bytes that a step keeps in any plan.
@@ -60,6 +62,7 @@ class Track:
 
     plan: Plan
     input: int
+    kept: int
     unit: int
     state: int
     mask: int = 0
@@ -78,7 +81,8 @@ class Track:
         addresses = {t.untyped_storage()._cdata for t in known}
         unit = size * integer_dtype(x.dtype, recurrence.narrow).itemsize
         mask = -(-size // 8) if recurrence.form == "relu" and any(recurrence.gammas) else 0
-        return cls(plan, size * x.dtype.itemsize, unit, state, mask, addresses)
+        kept = size * input_bytes(recurrence, x.dtype)
+        return cls(plan, size * x.dtype.itemsize, kept, unit, state, mask, addresses)
 
     def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
         """See what block k would keep (k = −1: what makes the initial velocity)."""
@@ -110,7 +114,12 @@ class Track:
         """Bytes that block k keeps."""
         if k >= plan.replayed or not self.saved[k]:
             return self.saved[k]
-        return self.input if k >= plan.reversed else 0
+        return self.kept if k >= plan.reversed else 0
+
+    def beside(self, k: int, plan: Plan) -> int:
+        """Bytes of integers that block k keeps beside its input, while it runs and while it is run again."""
+        replayed = plan.reversed <= k < plan.replayed and self.saved[k]
+        return self.kept if replayed and self.kept < self.input else 0
 
     def cost(self, k: int, plan: Plan) -> float:
         """Traffic of running block k again."""
@@ -118,7 +127,9 @@ class Track:
             return 0.0
         if k < plan.reversed:
             return STEP * self.unit + REPLAY * self.saved[k]
-        return REPLAY * self.saved[k] * (1.0 if self.whole[k] else EARLY)
+        beside = self.beside(k, plan)
+        decoding = 3 * beside + self.input if beside else 0  # a copy of the integers, then a float of them
+        return decoding + REPLAY * self.saved[k] * (1.0 if self.whole[k] else EARLY)
 
     def moves(self, plan: Plan) -> Iterator[tuple[Plan, range]]:
         """Plans that keep more of one block, and the blocks that this changes."""
@@ -135,13 +146,18 @@ class Track:
     def changes(self, old: Plan, new: Plan, blocks: range) -> Iterator[tuple[int, int, int]]:
         """Which intervals need how many bytes more."""
         for k in blocks:
-            yield self.forward[k] + 1, self.backward.get(k, 0), self.held(k, new) - self.held(k, old)
+            back = self.backward.get(k, 0)
+            yield self.forward[k] + 1, back, self.held(k, new) - self.held(k, old)
+            beside = self.beside(k, new) - self.beside(k, old)
+            yield back, back + 1, beside
+            if self.plan.reversed:  # else what was seen has it, at the highest point of forward or elsewhere
+                yield self.forward[k], self.forward[k] + 1, beside
             if k >= new.replayed:
                 yield self.forward[k], _END, -self.places.get(k, 0)
         for plan, sign in ((old, -1), (new, 1)):
             last, first = self.forward[self.plan.depth - 1], plan.reversed
             if -1 in self.saved and not first:
-                yield self.forward[0], _END, sign * (self.input if plan.kept else self.saved[-1])
+                yield self.forward[0], _END, sign * (self.kept if plan.kept else self.saved[-1])
             if 0 < first < self.plan.depth:  # the rest of the forward pass has a state of its own
                 yield self.forward[first], last + 1, sign * self.state
             elif not first and self.plan.reversed:
@@ -233,7 +249,8 @@ def estimated(track: Track, gradients: int) -> list[int]:
         gradients: bytes of the largest parameter.
     """
     depth, state, unit = track.plan.depth, track.state, max(track.unit, track.input)
-    held = [track.input * (track.plan.kept > 0) * k + track.mask * (k + 1) for k in range(depth)]
+    beside = track.plan.kept > 0 and track.kept < track.input  # the integers of the block itself
+    held = [track.kept * (track.plan.kept > 0) * (k + beside) + track.mask * (k + 1) for k in range(depth)]
     track.forward = {k: k for k in range(depth)}
     track.backward = {k: 2 * depth - k for k in range(depth)}
     alone = [track.saved[k] + 2 * track.largest[k] + gradients + 4 * unit for k in range(depth)]
