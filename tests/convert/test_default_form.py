@@ -269,10 +269,12 @@ class Optional(Block):
 
 class Caught(Block):
     def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
         try:
-            return self.act(self.first(x).mul(2) + x)
-        except Exception:
-            return self.act(self.first(x) + x)
+            out = out.mul(2)
+        except:  # noqa: E722 - without the name of an exception, which would be a global
+            pass
+        return self.act(out + x)
 
 
 class Preactivated(Block):
