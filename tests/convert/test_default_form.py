@@ -270,7 +270,7 @@ class Optional(Block):
 class Caught(Block):
     def forward(self, x: Tensor) -> Tensor:
         out = self.first(x)
-        try:
+        try:  # noqa: SIM105
             out = out.mul(2)
         except:  # noqa: E722 - without the name of an exception, which would be a global
             pass
