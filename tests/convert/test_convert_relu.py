@@ -88,7 +88,7 @@ def test_other_blocks_are_refused() -> None:
     model = torchvision_resnet()
     model.layer1[1].__class__ = Other
     with pytest.raises(ValueError, match=r"Other, is not known"):
-        rg.convert(model, form="relu")
+        rg.convert(model, form="relu", stages=["layer1.[12]"])
     model.layer1[1].__class__ = Other.__base__
     model.layer1[1].relu = nn.ReLU6()
     with pytest.raises(ValueError, match=r"layer1\.1, .* and a plain nn\.ReLU"):
