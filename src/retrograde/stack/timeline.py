@@ -149,9 +149,12 @@ class Track:
             back = self.backward.get(k, 0)
             yield self.forward[k] + 1, back, self.held(k, new) - self.held(k, old)
             beside = self.beside(k, new) - self.beside(k, old)
-            yield back, back + 1, beside
             if self.plan.reversed:  # else what was seen has it, at the highest point of forward or elsewhere
                 yield self.forward[k], self.forward[k] + 1, beside
+            if (
+                not self.plan.reversed or k == self.lowest
+            ):  # else a reversed block has its output there, which is no smaller
+                yield back, back + 1, beside
             if k >= new.replayed:
                 yield self.forward[k], _END, -self.places.get(k, 0)
         for plan, sign in ((old, -1), (new, 1)):
