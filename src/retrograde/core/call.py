@@ -66,7 +66,6 @@ class Call:
         self.block, self.extra, self.name, self.verified = block, extra, name, verified
         self.parts, self.differentiates = parts_of(block, name, memo), False  # a gradient inside its own forward
         self.watched = self.parts.watched + extra.watched if extra.watched else self.parts.watched
-        self.checksum: int | None = None
 
     def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
@@ -80,8 +79,7 @@ class Call:
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
-        if self.verified and isinstance(y, Tensor):
-            self.checksum = checksum(y)
+        self.checksum = checksum(y) if self.verified and isinstance(y, Tensor) else None
         return y
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
@@ -98,7 +96,9 @@ class Call:
             return len(saved) - 1
 
         hook = saved.append if wanted is None and not self.differentiates else pack  # without Python, where nobody asks
-        same = self.parts.unchanged() and self.autocast == _autocast_state(x.device.type)
+        unchanged, autocast = self.parts.unchanged(), _autocast_state(x.device.type)
+        other = [then for then in self.autocast if then not in autocast]
+        around = self._as_it_was(unchanged, other) if other or not unchanged else _NOTHING
         dynamo = sys.modules.get("torch._dynamo.utils")  # compiled code is made anew for buffers of another kind
         compiled = dynamo is not None and dynamo.counters["frames"]
         generators, statistics = self.generators, self.parts.statistics if compiled else self.parts.still
@@ -108,7 +108,7 @@ class Call:
                 own.update({name: b if b is None else b.clone() for name, b in scratch.items()} if grad else scratch)
             generators.put(self.places)
             torch._C._set_grad_enabled(True)
-            with _NOTHING if same else self._as_it_was(), saved_tensors_hooks(hook, saved.__getitem__):
+            with around, saved_tensors_hooks(hook, saved.__getitem__):
                 x = x.requires_grad_(self.requires_grad)
                 x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
                 y = self.block(x, *self.extra.args, **self.extra.kwargs)
@@ -116,8 +116,7 @@ class Call:
             return None
         finally:
             torch._C._set_grad_enabled(grad)
-            if same and torch.is_autocast_enabled(x.device.type):
-                torch.clear_autocast_cache()  # else autocast's own end has
+            torch.clear_autocast_cache()  # or weights cast here would be held on
             generators.put(now)
             for (own, _), original in zip(statistics, originals, strict=True):
                 own.update(original)
@@ -128,14 +127,14 @@ class Call:
         return y.detach()
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
+    def _as_it_was(self, unchanged: bool, autocast: Autocast) -> Iterator[None]:
         """Mode, tensors and autocast as they were at the first run."""
         with ExitStack() as stack:
-            for m, mode in zip(self.parts.modules, self.parts.contents, strict=False):
+            for m, mode in () if unchanged else zip(self.parts.modules, self.parts.contents, strict=False):
                 stack.callback(setattr, m, "training", m.training)
                 m.training = mode
-            stack.enter_context(swapped([*self.parts.buffers, *self.parts.registered]))
-            for device, enabled, dtype, cache in self.autocast:
+            stack.enter_context(_NOTHING if unchanged else swapped([*self.parts.buffers, *self.parts.registered]))
+            for device, enabled, dtype, cache in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
 

@@ -122,10 +122,17 @@ class Ledger:
             done.add(k)
             self._add(k, saved, left[k, 0], -1)
 
+    @torch.no_grad()
     def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
+        small = list[Tensor]()  # one hash of all these: as many kernels as there are tensors would keep the host busy
         for index, most in self.picked[k].items():
-            t = saved[index]
-            digest(t if t.numel() <= most else _start(t, most), into, index, sign)
+            t = getattr(saved[index], "_local_tensor", saved[index])
+            if min(most, t.numel()) > _START or t.device != into.device:
+                digest(_start(t, most), into, index, sign)
+            else:
+                small.append(_start(t, most).reshape(-1).view(torch.uint8))
+        if small:
+            digest(torch.cat(small), into, len(saved), sign)
 
     def _end(self, task: int) -> None:
         left, _ = self.left.pop(task)
@@ -257,13 +264,12 @@ def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
 
 
 def _start(t: Tensor, most: int) -> Tensor:
-    """At most so many elements from the beginning of a tensor, without a copy; the first in memory, if it lies there without gaps."""
-    t = getattr(t, "_local_tensor", t).detach()
-    if t.is_contiguous() or (t.dim() == 2 and t.t().is_contiguous()):
-        return t.as_strided((most,), (1,))
+    """At most so many elements of a tensor; the first in memory, if it lies there without gaps: no copy is made of them."""
+    if t.is_contiguous() or len(_whereabouts(t)) == 2:
+        return t.as_strided((min(t.numel(), most),), (1,))
     while t.numel() > most and t.dim() > 1:
         t = t[0]
-    return t[:most]
+    return t[:most] if t.dim() == 1 else t
 
 
 class Noted(Held):
