@@ -72,8 +72,8 @@ class MomentumNet(nn.Module):
             integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
         state_bits: width of the integers that hold x and v: "auto" is 64 for float64 and 32 for all others. 16 is for networks that
-            compute in bfloat16 or float16: half the bytes to hold and to move (also of float32 inputs that are kept), and about the rounding of those dtypes, as
-            long as the largest activation is not more than some twenty times the usual one.
+            compute in bfloat16 or float16: half the bytes to hold and to move (also of float32 inputs that are kept), and about the
+            rounding of those dtypes, as long as the largest activation is not more than some twenty times the usual one.
         verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
             not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises in the
             pass itself on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole
