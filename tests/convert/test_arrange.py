@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import pickle
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -18,7 +20,8 @@ import retrograde as rg
 from retrograde.convert import arrange
 from retrograde.convert.convert import ARRANGED, stages_of
 from retrograde.nets.resnet import Bottleneck, ResNet
-from retrograde.stack.timeline import RESERVE
+from retrograde.stack.momentum import Momentum
+from retrograde.stack.timeline import RESERVE, with_reserve
 
 IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
@@ -99,10 +102,10 @@ def test_budget_sweep_over_all_stages(share: float) -> None:
 
 def test_more_memory_is_never_slower() -> None:
     model = converted(resnet())
-    usage, tracks = arrange.simulated(model, stages_of(model), (IMAGES,), {})
-    least, costs = math.ceil(max(usage) * (1 + RESERVE)), []
+    tried = functools.partial(arrange.simulated, model, stages_of(model), (IMAGES,), {}, None, None)
+    least, costs = math.ceil(max(tried(None)[0]) * (1 + RESERVE)), []
     for factor in torch.linspace(1, 4, 24).tolist():
-        plans = arrange.Arrangement(int(least * factor), True).chosen(usage, tracks, model)
+        plans = arrange.Arrangement(int(least * factor), True).chosen(tried, model)
         costs.append(next(iter(plans.values())).cost)
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 0 < costs[0]
@@ -321,3 +324,43 @@ def test_tensors_kept_outside_of_modules(budget: Any) -> None:
         assert type(leaf.grad) is Tensor
         found[memory] = [leaf.grad, *(p.grad for p in model.parameters())]
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_a_plan_takes_what_was_thought_or_one_that_keeps_less_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is tried: though every interval is thought to need less than it does, no budget is exceeded."""
+    model = converted(resnet())
+    tried = functools.partial(arrange.simulated, model, stages_of(model), (IMAGES,), {}, None, None)
+    least = max(tried(None)[0])
+
+    def short(plans: Any) -> Any:
+        usage, tracks = tried(plans)
+        return ([n - least // 5 * (plans is None) for n in usage], tracks)
+
+    for factor in (1.1, 1.3, 1.6, 2.5):
+        budget = int(least * factor)
+        plans = arrange.Arrangement(budget, True).chosen(short, model)
+        assert with_reserve(max(tried(plans)[0])) <= budget, factor
+        assert any(plan.kept or plan.stored for plan in plans.values()), factor
+
+
+@pytest.mark.parametrize("memory", ["store", "checkpoint"])
+def test_the_state_goes_with_the_pass(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the garbage collector comes: until then a plan would hold a state that nobody needs."""
+    states = list[weakref.ref[Momentum]]()
+    born = Momentum.__init__
+
+    def noted(self: Momentum, *args: Any, **kwargs: Any) -> None:
+        born(self, *args, **kwargs)
+        states.append(weakref.ref(self))
+
+    model = converted(resnet(3, 3, 1, 1), memory=memory)
+    bits(model)  # the range is found
+    monkeypatch.setattr(Momentum, "__init__", noted)
+    gc.disable()
+    try:
+        y = model(IMAGES)
+        assert states
+        assert not any(state() is not None for state in states)
+    finally:
+        gc.enable()
+    y.sum().backward()

@@ -8,6 +8,8 @@ that follows what each stage may keep (`stack.timeline`):
     "free"          the quickest plan whose highest point is no higher than that of the leanest: stages of other sizes than the
                     one that sets the peak keep inputs and tensors while it is not their turn. A stage alone stays as it is
 
+The plan is then tried in the same way, and exchanged for one that keeps less where it takes more than it should.
+
 The loss is not known to the model: it is taken to need twice the model's output besides.
 """
 
@@ -24,13 +26,14 @@ from torch.utils._pytree import tree_leaves
 from ..measure.dry import Meter, attention_of, device_of, dry, plain, unseen
 from ..measure.step import mean_of_squares, tensors_of
 from ..stack.planner import FREE, Plan, as_bytes, holding
-from ..stack.timeline import Choice, Track, chain, free, planned, within
+from ..stack.timeline import Overdrawn, Track, chain, free, planned, with_reserve, within
 
 if TYPE_CHECKING:
     from .stage import Stage
 
 _numbers = count(1)
 _KINDS = {True: 64, False: 4}  # of input that are planned for, with and without a budget
+_TRIES = 4  # of plans
 _STEPS = 256
 """Blocks up to which free memory is looked for: without values a block takes about 20 ms."""
 
@@ -70,11 +73,12 @@ class Recorder:
 
 def simulated(
     model: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any],
-    loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
+    loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None, plans: Mapping[str, Plan] | None = None,
 ) -> tuple[list[int], dict[Stage, Track]]:  # fmt: skip
     """The usage of a training step in which every stage keeps as little as it can, and the tracks of those that may keep more.
 
     Args:
+        plans: of stages, by name, that are to keep this instead.
         loss: None: not known.
         autocast: None: as it is set.
     """
@@ -93,7 +97,7 @@ def simulated(
             ]
             recorder = Recorder(meter, known)
             for stage in stages:
-                stage.dry, stage.planned, stage.recorder = attention_of(model), None, recorder
+                stage.dry, stage.planned, stage.recorder = attention_of(model), (plans or {}).get(stage.name), recorder
             with torch.autocast(device, dtype, enabled=enabled):
                 out = model.forward(*args, **kwargs)
                 scalar = (loss or mean_of_squares)(out)
@@ -158,7 +162,9 @@ class Arrangement:
         try:
             if not plain([*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]):
                 raise TypeError("its parameters or inputs are not plain tensors (sharded ones, say)")
-            usage, tracks = simulated(model, stages, args, kwargs)
+            return self.chosen(lambda plans: simulated(model, stages, args, kwargs, plans=plans), model)
+        except Overdrawn:
+            raise
         except Exception as error:
             if not given:
                 return {}  # as little as can be kept, then
@@ -166,18 +172,32 @@ class Arrangement:
                 f"budget={self.budget!r}: the model could not be tried out without values, so nothing is known of its memory "
                 f"({type(error).__name__}: {error}). Convert it without a budget, or its stages as MomentumNet(budget=...)."
             ) from error
-        return self.chosen(usage, tracks, model)
 
-    def chosen(self, usage: list[int], tracks: Mapping[Stage, Track], model: nn.Module) -> dict[str, Plan]:
-        """The plans of the stages, by name."""
-        choice: Choice
+    def chosen(
+        self, step: Callable[[Mapping[str, Plan] | None], tuple[list[int], dict[Stage, Track]]], model: nn.Module
+    ) -> dict[str, Plan]:
+        """The plans of the stages, by name.
+
+        Args:
+            step: `simulated`, with these plans.
+        """
+        usage, tracks = step(None)
         if self.budget is None:
-            choice = free(usage, list(tracks.values()))
+            links, most, needs = free(usage, list(tracks.values())), max(usage), int
         else:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            links = chain(usage, list(tracks.values()))
-            choice = within(as_bytes(self.budget, device), links, "this model and batch")
-        return dict(zip((stage.name for stage in tracks), planned(choice), strict=True))
+            links, most, needs = chain(usage, list(tracks.values())), as_bytes(self.budget, device), with_reserve
+            within(most, links, "this model and batch")
+        more = 0  # than was thought
+        for _ in range(_TRIES):
+            fitting = [link for link in links[1:] if needs(link.peak + more) <= most]
+            choice = fitting[-1] if fitting else links[0]
+            plans = dict(zip((stage.name for stage in tracks), planned(choice), strict=True))
+            seen = max(step(plans)[0]) if fitting else choice.peak
+            if needs(seen) <= most:
+                return plans
+            more += seen - choice.peak
+        return dict(zip((stage.name for stage in tracks), planned(links[0]), strict=True))
 
     @staticmethod
     def _kind(model: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,8 @@ def plan(
             chosen = placed if way == memory else chosen
             if way == memory == "auto" and budget is not None:
                 args, kwargs = as_call(example)
-                seen = simulated(model, placed, args, kwargs, loss, autocast)
-                plans = model.__dict__[ARRANGED].chosen(*seen, model)
+                tried = partial(simulated, model, placed, args, kwargs, loss, autocast)
+                plans = model.__dict__[ARRANGED].chosen(tried, model)
                 for stage in placed:
                     stage.planned = plans.get(stage.name)
             for stage in placed:

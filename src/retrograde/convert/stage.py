@@ -141,6 +141,12 @@ class Open:
     x: weakref.ref[Tensor]
     version: int
 
+    def left(self) -> Pass:
+        """The pass, which goes on. Nothing is left here: the callback of `x` knows this, a circle that would hold the state."""
+        run = self.run
+        del self.run, self.x
+        return run
+
     def known(self, x: Tensor) -> bool:
         """Whether this is the x that was handed on, untouched."""
         mine = self.x()
@@ -251,6 +257,8 @@ class Stage:
         else:
             self._hand_on(run, x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
+        if self.recorder is not None:
+            self.recorder.meter.mark()  # what follows may be more than the next block
         return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
 
     def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
@@ -273,6 +281,7 @@ class Stage:
             Like(x).checked(y, path)
         if self.recorder is not None and track is not None:
             self.recorder.end(track, k, y)
+            self.recorder.meter.mark()
         return own.with_x(y)
 
     def _opened(self, x: Tensor, own: Own, extra: Extra, plan: Plan) -> Pass:
@@ -304,7 +313,7 @@ class Stage:
         for k, entry in enumerate(self.open):
             if entry.known(x):
                 del self.open[k]
-                return entry.run
+                return entry.left()
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "

@@ -84,6 +84,7 @@ def simulated(
         else:
             settings: dict[str, Any] = {"verify": "off", "stored_from": plan.replayed, "memo": Memo(), "later": Later()}
             y = residual(seen, form, x, extra, look=track.look, **settings)  # type: ignore[arg-type]
+        meter.mark()
         loss = mean_of_squares(y)
         del y
         forward = meter.mark()

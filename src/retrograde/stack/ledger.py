@@ -25,6 +25,8 @@ from .later import Later
 from .thread import SameThread
 
 _START = 4096  # elements of a tensor that is not hashed whole
+_ALONE = {"cpu"}
+"""Devices on which small tensors are hashed one by one. On others one hash of all: so many kernels would keep the host busy."""
 KEPT = "They were not put back: zero them, or go back to a checkpoint, before the next step. verify='end' raises"
 
 
@@ -124,10 +126,10 @@ class Ledger:
 
     @torch.no_grad()
     def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
-        small = list[Tensor]()  # one hash of all these: as many kernels as there are tensors would keep the host busy
+        small = list[Tensor]()
         for index, most in self.picked[k].items():
             t = getattr(saved[index], "_local_tensor", saved[index])
-            if min(most, t.numel()) > _START or t.device != into.device:
+            if min(most, t.numel()) > _START or t.device != into.device or into.device.type in _ALONE:
                 digest(_start(t, most), into, index, sign)
             else:
                 small.append(_start(t, most).reshape(-1).view(torch.uint8))

@@ -216,26 +216,30 @@ def with_reserve(bytes_: int) -> int:
     return bytes_ + int(min(RESERVE * bytes_, share * bytes_ + workspace))
 
 
+class Overdrawn(ValueError):
+    """A budget that nothing fits in."""
+
+
 def within(budget: int, links: Sequence[Choice], given: str) -> Choice:
     """The quickest of the chain within the budget.
 
     Raises:
-        ValueError: if none is.
+        Overdrawn: if none is.
     """
     fitting = [link for link in links if with_reserve(link.peak) <= budget]
     if fitting:
         return fitting[-1]
     least = with_reserve(min(link.peak for link in links))
-    raise ValueError(
+    raise Overdrawn(
         f"budget = {budget} bytes is not enough for {given}: the least that a training step takes, above parameters, gradients "
         f"and batch, is {least}. Give that or more, a smaller batch, or budget=None."
     )
 
 
-def free(usage: Sequence[int], tracks: Sequence[Track]) -> Choice:
-    """The quickest of those that are no higher than the leanest."""
+def free(usage: Sequence[int], tracks: Sequence[Track]) -> list[Choice]:
+    """Those of the chain that are no higher than the leanest."""
     peak = max(usage)
-    return chain([min(with_reserve(n), peak) for n in usage], tracks, most=peak)[-1]
+    return chain([min(with_reserve(n), peak) for n in usage], tracks, most=peak)
 
 
 def planned(choice: Choice) -> tuple[Plan, ...]:
