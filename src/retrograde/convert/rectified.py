@@ -34,8 +34,13 @@ _READERS = {
     for m in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, _BatchNorm, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 }
 """Forwards of modules that neither write to their input nor return a view of it."""
-_OUTSIDE = ("GLOBAL", "NAME", "DEREF", "IMPORT", "FUNCTION", "CLOSURE", "YIELD", "SUPER", "SETUP")
-"""Parts of the names of instructions by which code reaches for more than its arguments."""
+_OUTSIDE = (
+    "GLOBAL", "NAME", "DEREF", "IMPORT", "FUNCTION", "CLOSURE", "YIELD", "SUPER", "SETUP", "STORE_ATTR", "DELETE_ATTR", "SUBSCR",
+)  # fmt: skip
+"""Parts of the names of instructions by which code reaches for more than its arguments, or leaves something on them."""
+
+
+_MISSING = object()
 
 
 class _Refused(Exception):
@@ -124,9 +129,13 @@ class _Trace:
     def fits(self, module: nn.Module, cls: type) -> bool:
         """Whether the forward would see the same of this module."""
         own, inner = module.__dict__, module._modules
+        names = self.modules | self.identities
         return (
-            all(inner.get(name) is not None for name in self.modules)
-            and all(inner.get(name) is None and own.get(name) is None for name in self.nothing)
+            not any(hasattr(cls, name) for name in names | self.nothing)  # of a subclass, which would come first
+            and all(inner.get(name) is not None and name not in own for name in names)
+            and all(
+                (own if name in own else inner).get(name, module) is None for name in self.nothing
+            )  # not elsewhere: a parameter
             and all(_is(inner.get(name), _IDENTITY) for name in self.identities)
             and all(getattr(cls, name, None) is method and name not in own for name, method in self.methods.items())
         )
@@ -135,11 +144,11 @@ class _Trace:
         """Run the forward on symbols."""
 
         def read(name: str) -> Any:
-            of_class = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
+            of_class = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), _MISSING)
             if isinstance(of_class, FunctionType) and name not in module.__dict__:
                 self.methods[name] = of_class
                 return lambda *args: self._closed(of_class)(this, *args)
-            if of_class is not None or module.__dict__.get(name) is not None:
+            if of_class is not _MISSING or module.__dict__.get(name) is not None:
                 self.refuse()
             if name not in module.__dict__ and name not in module._modules:
                 self.refuse()
@@ -176,9 +185,21 @@ class _Trace:
             or (arguments is not None and code.co_argcount != arguments)
         ):
             self.refuse()
-        if any(word in i.opname for i in dis.get_instructions(code) for word in _OUTSIDE):
+        if any(
+            name in _FIELDS or name.startswith("__") for name in code.co_names
+        ):  # what symbols have and tensors do not
             self.refuse()
+        before: Any = None
+        for i in dis.get_instructions(code):
+            if any(word in i.opname for word in _OUTSIDE):
+                self.refuse()
+            if i.opname in ("IS_OP", "CONTAINS_OP") and not (before.opname == "LOAD_CONST" and before.argval is None):
+                self.refuse()  # a symbol is another one where a tensor, or a module, may be the same
+            before = i
         return function
+
+
+_FIELDS = {*_Symbol.__dataclass_fields__, *_Submodule.__dataclass_fields__, "_plus", "_no"}
 
 
 def _same(x: Any) -> Any:
@@ -225,6 +246,8 @@ def rectified(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     inner = block._modules
     if not _is(inner[trace.result.last], _RELU) or not _only_reads(inner[trace.result.chain[0]]):
         return None
+    if trace.result.sum == "+=" and any(m._forward_hooks for m in inner[trace.result.chain[-1]].modules()):  # type: ignore[union-attr]
+        return None  # a hook that keeps f sees the sum written over it
     return trace.branch
 
 
@@ -244,6 +267,8 @@ def _is(module: Any, forward: Any) -> bool:
     return (
         isinstance(module, nn.Module)
         and type(module).forward is forward
+        and type(module).__call__ is nn.Module.__call__
+        and type(module)._call_impl is nn.Module._call_impl
         and "forward" not in module.__dict__
         and not (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -120,6 +120,12 @@ class Still(Tensor):
     def add_(self, *args: Any, **kwargs: Any) -> Tensor:
         return self
 
+    def __deepcopy__(self, memo: Any) -> Tensor:  # a hook may copy or save its module while it is run again
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 def _still(count: Tensor | None) -> Tensor | None:
     return torch.ones_like(count).as_subclass(Still) if type(count) is Tensor else count

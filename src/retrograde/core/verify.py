@@ -29,7 +29,7 @@ def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) 
     >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(a.flip(0)))
     (True, False)
     """
-    t = values(getattr(t, "_local_tensor", t).detach())
+    t = values(getattr(t, "_local_tensor", t).detach()).resolve_conj().resolve_neg()
     into = torch.zeros((), dtype=torch.int64, device=t.device) if into is None else into
     t = torch.view_as_real(t) if t.is_complex() else t
     if not t.is_contiguous():  # any dense layout is taken as it lies in memory

@@ -132,7 +132,7 @@ class Ledger:
             if min(most, t.numel()) > _START or t.device != into.device or into.device.type in _ALONE:
                 digest(_start(t, most), into, index, sign)
             else:
-                small.append(_start(t, most).reshape(-1).view(torch.uint8))
+                small.append(_start(t, most).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
         if small:
             digest(torch.cat(small), into, len(saved), sign)
 
@@ -262,7 +262,8 @@ def _whereabouts(t: Tensor) -> tuple[Any, ...]:
 
 def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     """Where tensors are, those that have values of their own."""
-    return {t.data_ptr() for t in tensors if t is not None and type(t) in (Tensor, Parameter) and not t.is_meta}
+    plain = (t for t in tensors if t is not None and type(t) in (Tensor, Parameter) and t.layout == torch.strided)
+    return {t.data_ptr() for t in plain if not t.is_meta}
 
 
 def _start(t: Tensor, most: int) -> Tensor:
