@@ -4,12 +4,9 @@ import copy
 import pickle
 
 import torch
-import torch._dynamo.utils
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from problems import conv
-from retrograde.core.call import Call, Extra
 from retrograde.core.parts import Memo, parts_of
 
 
@@ -49,30 +46,3 @@ def test_copies_know_nothing() -> None:
     parts_of(conv(), "block 0", memo)
     assert len(memo) == 1
     assert len(copy.deepcopy(memo)) == len(pickle.loads(pickle.dumps(memo))) == 0
-
-
-class Counted(TorchDispatchMode):
-    """Counts the additions to integers."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += func is torch.ops.aten.add_.Tensor and args[0].dtype == torch.int64
-        return func(*args, **(kwargs or {}))
-
-
-def test_batches_are_counted_in_the_first_run_only(monkeypatch) -> None:
-    block, x, additions = conv(), torch.randn(2, 4, 5, 5), {}
-    norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d)]
-    norms[0].momentum = None  # the mean of all: divides by the count
-    for compiled in (0, 1):
-        monkeypatch.setitem(torch._dynamo.utils.counters, "frames", {"total": 1} if compiled else {})
-        call = Call(block, Extra((), {}), "block", verified=False)
-        y = call.first(x, lambda t: t, lambda t: t)
-        before = [b.clone() for b in block.buffers()]
-        with torch.no_grad(), Counted() as counted:
-            assert torch.equal(call.again(x.clone(), []), y)
-        additions[compiled] = counted.seen
-        assert all(map(torch.equal, block.buffers(), before))
-        assert [int(m.num_batches_tracked) for m in norms] == [compiled + 1] * len(norms)
-    assert additions == {0: 0, 1: len(norms)}  # compiled code knows its buffers as ordinary tensors

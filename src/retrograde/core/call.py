@@ -8,7 +8,6 @@ normalisation layers move in the first run only: later runs put theirs aside.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
@@ -99,11 +98,7 @@ class Call:
         unchanged, autocast = self.parts.unchanged(), _autocast_state(x.device.type)
         other = [then for then in self.autocast if then not in autocast]
         around = self._as_it_was(unchanged, other) if other or not unchanged else _NOTHING
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # compiled code is made anew for buffers of another kind
-        compiled = dynamo is not None and any(
-            dynamo.cached_backends.values()
-        )  # those that were used: nobody resets these
-        generators, statistics = self.generators, self.parts.statistics if compiled else self.parts.still
+        generators, statistics = self.generators, self.parts.statistics
         now, originals, grad = generators.places(), [dict(own) for own, _ in statistics], torch.is_grad_enabled()
         try:
             for own, scratch in statistics:  # a graph of the backward pass keeps them: then they must be its own

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-_training, COUNT = attrgetter("training"), "num_batches_tracked"
+_training = attrgetter("training")
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
 """Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
 
@@ -34,7 +34,6 @@ class Parts:
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
-        self.still = [(own, {n: _still(b) if n == COUNT else b for n, b in s.items()}) for own, s in self.statistics]
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
         self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]
@@ -110,25 +109,6 @@ def _scratch(statistics: Tensor | None) -> Tensor | None:
     if statistics is None or type(statistics) is not Tensor:  # a tensor without values (FakeTensor) is not to be kept
         return None if statistics is None else torch.zeros_like(statistics)
     return _scratch_like(statistics.shape, statistics.dtype, statistics.device)
-
-
-class Still(Tensor):
-    """A count that does not move: each `add_` of an ordinary one would be a kernel on an accelerator."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def add_(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Tensor:  # a hook may copy or save its module while it is run again
-        return self.as_subclass(Tensor).clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _still(count: Tensor | None) -> Tensor | None:
-    return torch.ones_like(count).as_subclass(Still) if type(count) is Tensor else count
 
 
 @lru_cache(maxsize=64)
