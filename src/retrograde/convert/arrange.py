@@ -16,6 +16,7 @@ The loss is not known to the model: it is taken to need twice the model's output
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ..measure.dry import Meter, attention_of, device_of, dry, plain, unseen
 from ..measure.step import mean_of_squares, tensors_of
 from ..stack.planner import FREE, Plan, as_bytes, holding
-from ..stack.timeline import Overdrawn, Track, chain, free, planned, with_reserve, within
+from ..stack.timeline import Choice, Overdrawn, Track, chain, free, planned, with_reserve, within
 
 if TYPE_CHECKING:
     from .stage import Stage
@@ -127,6 +128,10 @@ def simulated(
     return usage, tracks
 
 
+def _named(choice: Choice, tracks: Mapping[Stage, Track]) -> dict[str, Plan]:
+    return dict(zip((stage.name for stage in tracks), planned(choice), strict=True))
+
+
 class Arrangement:
     """The plans of a converted model's stages, by kind of input. One for each call of `convert`; the last one has all stages."""
 
@@ -182,22 +187,21 @@ class Arrangement:
             step: `simulated`, with these plans.
         """
         usage, tracks = step(None)
+        needs: Callable[[int], int]
         if self.budget is None:
             links, most, needs = free(usage, list(tracks.values())), max(usage), int
         else:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             links, most, needs = chain(usage, list(tracks.values())), as_bytes(self.budget, device), with_reserve
             within(most, links, "this model and batch")
-        more = 0  # than was thought
+        least, more = min(links, key=lambda link: link.peak), 0  # more than was thought
         for _ in range(_TRIES):
-            fitting = [link for link in links[1:] if needs(link.peak + more) <= most]
-            choice = fitting[-1] if fitting else links[0]
-            plans = dict(zip((stage.name for stage in tracks), planned(choice), strict=True))
-            seen = max(step(plans)[0]) if fitting else choice.peak
+            choice = next((link for link in reversed(links) if needs(link.peak + more) <= most), least)
+            seen = max(step(_named(choice, tracks))[0]) if choice is not links[0] else choice.peak
             if needs(seen) <= most:
-                return plans
-            more += seen - choice.peak
-        return dict(zip((stage.name for stage in tracks), planned(links[0]), strict=True))
+                return _named(replace(choice, peak=max(seen, choice.peak)), tracks)
+            more = seen - choice.peak
+        return _named(least, tracks)
 
     @staticmethod
     def _kind(model: nn.Module, stages: Sequence[Stage], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:

@@ -133,9 +133,7 @@ def workspace(func: Any, args: Any, out: Any) -> int:
 
     On a CPU oneDNN lays input, weights and output of a convolution out anew, with channels rounded up to its blocks of 16 (images
     of up to 3 channels stay as they are), unless the kernel is of one pixel and goes to each; batch norm's backward has another array
-    of the size of its input. On a GPU fused attention adds up the gradient of its queries in float32, and a convolution's backward in
-    16 bits is taken to have another array of the size of its input (seen on an H200: ResNet-152 to 0.66 GB above the tensors, where
-    the largest has 0.51 GB; none in float32).
+    of the size of its input. On a GPU fused attention adds up the gradient of its queries in float32.
     """
     if "attention" in str(func):
         return 4 * int(args[1].numel()) if args[1].is_cuda else 0
@@ -144,7 +142,7 @@ def workspace(func: Any, args: Any, out: Any) -> int:
     back = func is torch.ops.aten.convolution_backward.default
     y, x, weight = args[:3] if back else (out, *args[:2])
     if x.device.type != "cpu":
-        return int(x.numel() * x.element_size()) if back and x.is_cuda and x.element_size() < 4 else 0
+        return 0
     if math.prod((*weight.shape[2:], *args[3 + back])) == 1:
         return 0
     inside = _in_blocks(y) + _in_blocks(x if x.shape[1] > 3 else y)
