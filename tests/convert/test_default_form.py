@@ -316,9 +316,106 @@ class Default(Block):
         return self.act(self.scaled(x) + x)
 
 
+class ActNone(Block):
+    """A name that the class has as well, where Python finds it first."""
+
+    final = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.first(x)) + x
+        if self.final is not None:
+            out = self.final(out)
+        return out
+
+
+class Halves(nn.ReLU):
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x) * 0.5
+
+
+class Inside(nn.ReLU):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) * 0.5
+
+
+class Called(Block):
+    """The last module's forward is relu, calling it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.final(self.act(self.first(x)) + x)
+
+
+class CalledInside(Called):
+    def __init__(self) -> None:
+        super().__init__()
+        self.final = Inside()
+
+
+class Tied(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.first(x))
+        if self.first is self.second:
+            out = self.second(out)
+        return self.act(out + x)
+
+
+class Named(nn.Linear):
+    name = ""
+
+
+class AsksForAName(Block):
+    """What a submodule has, which what stands in for it has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Named(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        if self.first.name:
+            out = out + x
+        else:
+            out = x + self.second(out)
+        return self.act(out)
+
+
+class AsksForAChain(Block):
+    """What x has, which what stands in for it has too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        return self.act(out + x) if x.chain is not None else out
+
+
+class LeavesOnModule(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        self.first.feature = out
+        return self.act(out + x)
+
+
+class LeavesOnX(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        x.skip = out
+        return self.act(out + x)
+
+
 NO_PROOF = [
     Training, Chance, Super, Functional, Twice, Scaled, After, Wasted, IntoX, Optional, Caught, Preactivated, Property, Counting,
-    Default,
+    Default, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule, LeavesOnX,
 ]  # fmt: skip
 
 
@@ -395,6 +492,133 @@ def test_changed_blocks_run_as_they_are(how: str, later: bool, masks: list[bool]
     assert torch.equal(found[None, "store"][0], found["block", "store"][0])
     for a, b in zip(found[None, "store"], found["block", "store"], strict=True):
         assert (a - b).double().norm() <= 1e-10 * b.double().norm()
+
+
+class Gained(Block):
+    """A factor, or None: of what kind it is says `kind`."""
+
+    def __init__(self, kind: str = "none") -> None:
+        super().__init__()
+        if kind == "parameter":
+            self.gain = nn.Parameter(torch.full((6,), 0.5))
+        elif kind == "buffer":
+            self.register_buffer("gain", torch.full((6,), 0.5))
+        else:
+            self.gain = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.act(self.first(x)))
+        if self.gain is not None:
+            out = out * self.gain
+        return self.act(out + x)
+
+
+class NormMethod(Block):
+    """A method where blocks have a submodule, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.norm
+
+    def norm(self, x: Tensor) -> Tensor:
+        return x * 0.25
+
+
+class NormOfClass(NormMethod):
+    """The same that comes before the submodule."""
+
+    norm = staticmethod(torch.cos)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["norm"] = nn.LayerNorm(6, elementwise_affine=False)
+
+
+def normed() -> Block:
+    block = Block()
+    block.norm = nn.LayerNorm(6)
+    return block
+
+
+CACHED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "a parameter for None": (Gained, lambda: Gained("parameter")),
+    "a buffer for None": (Gained, lambda: Gained("buffer")),
+    "a method for None": (Block, NormMethod),
+    "a function for a submodule": (normed, NormOfClass),
+}
+
+
+@pytest.mark.parametrize("which", [[0, 1, 2, 3], [2]], ids=["all", "one of them"])
+@pytest.mark.parametrize("name", CACHED)
+def test_a_proof_is_not_taken_for_a_block_with(name: str, which: list[int]) -> None:
+    """Blocks of the same forward, of which others were proved before."""
+    proved, other = CACHED[name]
+    first = nn.Sequential(*(proved() for _ in range(4)))
+    assert forms(first, stages=[""]) == {"relu"}
+    step(rg.convert(first, stages=[""], memory="reverse"), ROWS)
+    model = nn.Sequential(*(other() if k in which else proved() for k in range(4))).double()
+    found = []
+    for form in ("block", None):
+        mine = copy.deepcopy(model)
+        rg.convert(mine, stages=[""], form=form, memory="reverse", fraction_bits=40)
+        assert {stage.settings.form for stage in stages_of(mine)} == {"block"}
+        found.append(step(mine, ROWS.double()))
+    assert equal(*found)
+
+
+def shadowed(block: Any) -> None:
+    block.__dict__["act"] = F.gelu
+
+
+def gained(block: Any) -> None:
+    block.gain = nn.Parameter(torch.full((6,), 0.5).double())
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("change", [shadowed, gained])
+def test_what_a_converted_block_is_given_is_looked_up(
+    change: Callable[[Any], None], memory: str, masks: list[bool]
+) -> None:
+    """As Python does: its own attributes come before its submodules, and a parameter is not None."""
+    model, found = net(Gained).double(), []
+    for form in ("block", None):
+        mine = rg.convert(copy.deepcopy(model), stages=[""], form=form, memory=memory, fraction_bits=40)
+        step(mine, ROWS.double())
+        change(mine[1])
+        masks.clear()
+        found.append(step(mine, ROWS.double()))
+    assert sorted(masks) == [False, True, True, True]
+    assert torch.equal(found[0][0], found[1][0])
+    assert all((a - b).norm() <= 1e-10 * b.norm() for a, b in zip(*found, strict=True))
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.act(self.first(x)))
+        out += x
+        return self.act(out)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["on the module", "inside of it"])
+def test_a_hook_that_keeps_what_x_is_added_to_in_place(inner: bool) -> None:
+    """It is left with the sum, and the loss may depend on that."""
+    model, found = net(InPlace).double(), {}
+    for block in model if inner else ():
+        block.second = nn.Sequential(block.second)
+    assert forms(model, stages=[""]) == {"relu"}
+    for form in ("block", None):
+        kept: list[Tensor] = []
+        mine = rg.convert(copy.deepcopy(model), stages=[""], form=form, memory="store", fraction_bits=40)
+        for block in mine:
+            (block.second[0] if inner else block.second).register_forward_hook(lambda m, a, y, to=kept: to.append(y))
+        x = ROWS.double().requires_grad_()
+        with torch.no_grad():
+            mine(x)
+        kept.clear()
+        loss = mine(x).sum() + sum(f.square().sum() for f in kept)
+        found[form] = [*torch.autograd.grad(loss, [x, *mine.parameters()]), *kept]
+        assert len(kept) == 4
+    assert equal(found["block"], found[None])
 
 
 @pytest.mark.parametrize("velocity", [None, "first"])

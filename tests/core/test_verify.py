@@ -54,6 +54,18 @@ def test_any_layout(t: Tensor) -> None:
     assert checksum(copy) == checksum(t)
 
 
+@pytest.mark.parametrize("size", [7, 1_037])
+def test_views_that_are_yet_to_be_conjugated_or_negated(size: int) -> None:
+    """Their values count, not the memory that they are views of."""
+    z = torch.randn(size, dtype=torch.complex64)
+    conjugated = z.conj()
+    assert conjugated.is_conj()
+    assert checksum(conjugated) == checksum(conjugated.resolve_conj()) != checksum(z)
+    for negated in (z.conj().imag, torch._neg_view(torch.randn(size))):  # with gaps, and without
+        assert negated.is_neg()
+        assert checksum(negated) == checksum(negated.resolve_neg()) != checksum(-negated)
+
+
 def test_it_adds_and_takes_off() -> None:
     a, b = torch.randn(100), torch.randn(33)
     total = digest(b, digest(a), seed=1)

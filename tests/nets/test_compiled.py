@@ -79,3 +79,42 @@ def test_compiled_in_place_and_as_a_whole(memory: str, which: str) -> None:
         assert compilations() == before
     assert before  # something was compiled
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_counters_of_the_compiler_are_its_users_own(backend: str) -> None:
+    """A replay of compiled code does not go by them: they may be cleared at any time."""
+    torch._dynamo.reset()
+    blocks, x, found = [Normed() for _ in range(3)], torch.randn(6, 8), []
+    for mode in ("store", "reverse"):
+        parts = [torch.compile(block, backend=backend) for block in copy.deepcopy(blocks)]
+        net = rg.MomentumNet(parts, form="block", memory=mode, fraction_bits=22)
+        y = net(x)
+        torch._dynamo.utils.counters.clear()
+        y.square().mean().backward()
+        assert compilations() == 0
+        found.append([*(p.grad for p in net.parameters()), *net.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_a_module_can_be_copied_while_it_is_run_again(memory: str) -> None:
+    """Its statistics are put aside meanwhile; a copy has ordinary ones, and is a module that can be trained."""
+    blocks, x, found = [Normed() for _ in range(3)], torch.randn(6, 8), []
+    copies: list[nn.Module] = []
+    torch._dynamo.utils.counters.clear()  # as where nothing is compiled
+    for mode in ("store", memory):
+        net = rg.MomentumNet(copy.deepcopy(blocks), form="block", memory=mode, fraction_bits=22)
+        y = net(x)
+        for block in net.blocks if mode == memory else ():
+            block.layers[1].register_forward_hook(lambda m, a, y: copies.append(copy.deepcopy(m)))
+        y.square().mean().backward()
+        found.append([*(p.grad for p in net.parameters()), *net.buffers()])
+    assert len(copies) == 3
+    for m in copies:
+        assert all(type(b) is Tensor for b in m.buffers())
+        before = int(m.num_batches_tracked)
+        m._forward_hooks.clear()
+        m(torch.randn(6, 12))
+        assert m.num_batches_tracked == before + 1
+    assert all(map(torch.equal, *found))

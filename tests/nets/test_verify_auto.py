@@ -445,3 +445,91 @@ def test_no_false_alarm(block: Callable[[], nn.Module], memory: str, layout: tor
     with torch.autocast("cpu", torch.bfloat16):
         y = net(torch.randn(2, 4, 6, 6).contiguous(memory_format=layout))
     y.square().mean().backward()
+
+
+class EveryOther(nn.Module):
+    """Saves two strided views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wide(x)
+        return self.out(h[:, ::2] * h[:, 1::2])
+
+
+class Expanded(nn.Module):
+    """Saves one number, seen eight times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.out = nn.Parameter(torch.tensor(0.3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x.tanh() * self.gain.exp().expand(8))
+
+
+class Column(nn.Module):
+    """Saves a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.tanh()
+        c = h[:, 0]
+        return self.out(h * (c * c.exp())[:, None])
+
+
+class Negated(nn.Module):
+    """Saves a view that is yet to be negated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        im = torch.fft.fft(x).conj().imag
+        return self.out(im * im.sin())
+
+
+class Conjugated(nn.Module):
+    """Saves a view that is yet to be conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.fft.rfft(x).conj()
+        return self.out(torch.fft.irfft(f * f.abs(), n=8))
+
+
+class SparseBuffer(nn.Module):
+    """A buffer that has no address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("mixing", torch.eye(8).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.sparse.mm(self.mixing, x.t()).t().tanh())
+
+
+@pytest.mark.parametrize("rows", [3, 1200], ids=["small", "large"])
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("make", [EveryOther, Expanded, Column, Negated, Conjugated, SparseBuffer])
+def test_any_layout_of_what_is_saved(make: Callable[[], nn.Module], verify: str, rows: int) -> None:
+    x, found = torch.randn(rows, 8), []
+    for memory in ("checkpoint", "store"):
+        torch.manual_seed(0)
+        net = rg.MomentumNet([make() for _ in range(3)], memory=memory, verify=verify)
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            net.zero_grad()
+            net(leaf).square().mean().backward()
+        found.append([leaf.grad, *(p.grad for p in net.parameters())])
+    assert all(map(torch.equal, *found))
