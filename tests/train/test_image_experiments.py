@@ -284,3 +284,12 @@ def test_what_holds_for_the_accuracy_over_memory() -> None:
     assert [f.met for f in accuracy_memory.findings(config, records)] == [True, None, None]
     worse = [*records, Record({"gamma": 0.5, "seed": 0}, {"accuracy": 80.0, "peak": 250}, {})]
     assert accuracy_memory.findings(config, worse)[0].met is False
+
+
+def test_thin_networks_have_a_width() -> None:
+    narrow, wide = (build(name, classes=10, gamma=0.9) for name in ("thin-resnet14", "thin-resnet14x2"))
+    assert [m.out_channels for m in (narrow.conv1, wide.conv1)] == [16, 32]  # type: ignore[union-attr]
+    assert sum(p.numel() for p in wide.parameters()) > 3.5 * sum(p.numel() for p in narrow.parameters())
+    for name in ("resnet18x2", "revnet18x2", "thin-resnet14x0", "thin-resnet14x"):
+        with pytest.raises(ExperimentError, match="thin-resnet"):
+            build(name, classes=10)

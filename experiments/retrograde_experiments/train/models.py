@@ -1,7 +1,7 @@
 """Networks by name, for images of ImageNet's size or of CIFAR's and below.
 
     resnet101         18, 34, 50, 101, 152          four stages
-    thin-resnet110    6n + 2 or 9n + 2              three thin stages, small images only
+    thin-resnet110    6n + 2 or 9n + 2              three thin stages, small images only; thin-resnet56x2: twice as wide
     revnet101         as many parameters as the resnet of that name
 
 γ = 0 with memory="store" is the plain ResNet, its code and all; γ = 0 with another mode runs it block by block.
@@ -36,7 +36,9 @@ def build(
         velocity: "zero" or "first": v₀ = 0 or f(x₀).
         memory, verify, overflow, state_bits: as in `MomentumNet`; a RevNet has no state_bits.
     """
-    match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)", name)
+    match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)(?:(?<=\d)x([1-9]\d?))?", name)
+    if match is not None and match[3] and match[1] != "thin-resnet":
+        raise ExperimentError(f"{name}: a width can be given for thin-resnets only, as in thin-resnet56x2.")
     if match is None or velocity not in VELOCITIES:
         given = f"network {name!r}" if match is None else f"velocity {velocity!r}"
         raise ExperimentError(
@@ -54,7 +56,7 @@ def build(
         elif kind == "resnet":
             net = resnet(depth, size=size, classes=classes, **momentum)
         else:
-            net = thin_resnet(depth, classes=classes, **momentum)
+            net = thin_resnet(depth, width=16 * int(match[3] or 1), classes=classes, **momentum)
     except ValueError as error:
         raise ExperimentError(f"{name} cannot be built: {error}") from error
     if channels != 3:

@@ -161,8 +161,10 @@ def resnet(depth: int, *, size: str = "imagenet", classes: int | None = None, **
     return ResNet(block, _STAGES[depth], stem=size, classes=classes or (1000 if size == "imagenet" else 10), **settings)
 
 
-def thin_resnet(depth: int, *, block: str | None = None, classes: int = 10, **settings: Any) -> ResNet:
+def thin_resnet(depth: int, *, block: str | None = None, width: int = 16, classes: int = 10, **settings: Any) -> ResNet:
     """The three-stage ResNet for CIFAR with basic blocks (6n + 2) or bottlenecks (9n + 2); basic where both fit.
+
+    `width`: channels of the first stage.
 
     >>> sum(p.numel() for p in thin_resnet(20).parameters())  # 0.27 M, as published, and 1×1 convolutions in the shortcuts
     272474
@@ -179,7 +181,7 @@ def thin_resnet(depth: int, *, block: str | None = None, classes: int = 10, **se
             "The paper's depth 1201 is 1202 here: 1201 convolutions and a linear layer."
         )
     made = BasicBlock if kind == "basic" else Bottleneck
-    return ResNet(made, (n,) * 3, width=16, stem="cifar", classes=classes, **settings)
+    return ResNet(made, (n,) * 3, width=width, stem="cifar", classes=classes, **settings)
 
 
 def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
