@@ -17,6 +17,7 @@ from retrograde_experiments.metrics import Record, read_metrics
 from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import load
 from retrograde_experiments.run import Context, reproduce
+from retrograde_experiments.train import build
 from retrograde_experiments.train.learner import Learner
 
 NAMES = ("cifar", "gamma", "accuracy-memory", "ode", "memory-batch", "finetune", "imagenet")
@@ -157,7 +158,7 @@ def test_momentum_needs_less_memory_than_checkpointing_where_stages_are_deep() -
 
 def test_statistics_anew_are_the_mean_over_batches() -> None:
     from retrograde_experiments.data.batches import Resident
-    from retrograde_experiments.train import Recipe, build
+    from retrograde_experiments.train import Recipe
     from retrograde_experiments.train.unit import small_set
 
     source = Resident(small_set("digits"), 32, limit=64, augment=False)
