@@ -368,6 +368,18 @@ def methods() -> list[Method]:
         _ours("every2-reverse", "ours, reverse, one momentum step for two blocks (every=2)", "reverse", every=2),
         _ours("every2-auto", "ours, auto, every=2", "auto", every=2),
         _ours("compiled-reverse", "ours, reverse, every block compiled", "reverse", compile_blocks=True),
+        _ours(
+            "compiled-branch-reverse", 'ours, reverse, form="branch", every block compiled', "reverse", form="branch",
+            compile_blocks=True, applies=_tokens,
+        ),
+        _ours(
+            "compiled-branch-16bit-reverse", 'ours, reverse, form="branch", state_bits=16, every block compiled', "reverse",
+            form="branch", compile_blocks=True, state_bits=16, applies=lambda case: _low(case) and _tokens(case),
+        ),
+        _ours(
+            "compiled-relu-auto", 'ours, auto, form="relu", every block compiled', "auto", form="relu", compile_blocks=True,
+            applies=_images,
+        ),
         Method("graph-plain", "plain, the step as one CUDA graph", _chained(run), graphed=True),
         Method("graph-checkpoint", "checkpoint, the step as one CUDA graph", _chained(again_without_rng), graphed=True),
         replace(_ours("reverse", "ours, reverse, the step as one CUDA graph", "reverse"), name="graph-ours-reverse", graphed=True),
