@@ -104,8 +104,15 @@ def test_more_memory_is_never_slower() -> None:
     model = converted(resnet())
     tried = functools.partial(arrange.simulated, model, stages_of(model), (IMAGES,), {}, None, None)
     least, costs = math.ceil(max(tried(None)[0]) * (1 + RESERVE)), []
-    for factor in torch.linspace(1, 4, 24).tolist():
-        plans = arrange.Arrangement(int(least * factor), True).chosen(tried, model)
+    seen: dict[str, Any] = {}
+
+    def once(plans: Any) -> Any:
+        ways = str({name: (p.reversed, p.kept, p.stored) for name, p in (plans or {}).items()})
+        seen[ways] = seen.get(ways) or tried(plans)
+        return seen[ways]
+
+    for factor in torch.linspace(1, 4, 12).tolist():
+        plans = arrange.Arrangement(int(least * factor), True).chosen(once, model)
         costs.append(next(iter(plans.values())).cost)
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 0 < costs[0]
@@ -336,7 +343,7 @@ def test_a_plan_takes_what_was_thought_or_one_that_keeps_less_is_taken(monkeypat
         usage, tracks = tried(plans)
         return ([n - least // 5 * (plans is None) for n in usage], tracks)
 
-    for factor in (1.1, 1.3, 1.6, 2.5):
+    for factor in (1.3, 2.5):
         budget = int(least * factor)
         plans = arrange.Arrangement(budget, True).chosen(short, model)
         assert with_reserve(max(tried(plans)[0])) <= budget, factor
