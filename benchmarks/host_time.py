@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from retrograde_bench.cases import cases
+from retrograde_bench.cases import Case, cases
 from retrograde_bench.methods import Setup, choose
 from retrograde_bench.step import zero_gradients
 
@@ -31,14 +31,16 @@ METHODS = (
     "ours-store",
     "ours-relu-reverse",
     "ours-relu-auto",
+    "ours-relu-unchecked",
 )
 
 
-def timed(net: nn.Module, x: Tensor, wait: Callable[[], None]) -> tuple[float, float, float, float]:
+def timed(case: Case, net: nn.Module, x: Tensor, wait: Callable[[], None]) -> tuple[float, float, float, float]:
     for p in net.parameters():
         p.grad = None
     start = time.perf_counter()
-    loss = net(x).float().square().mean()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=case.autocast is not None):
+        loss = net(x).float().square().mean()
     middle = time.perf_counter()
     loss.backward()
     asked = time.perf_counter()
@@ -51,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--bf16", action="store_true", help="under autocast")
     parser.add_argument("--profile", nargs="*", default=[], choices=METHODS, metavar="METHOD")
     given = parser.parse_args(arguments)
     wait = torch.cuda.synchronize if given.device == "cuda" else lambda: None
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    case = cases("full" if given.device == "cuda" else "smoke", ["resnet152-64-fp32"])[0]
+    case = cases("full" if given.device == "cuda" else "smoke", [f"resnet152-64-{'bf16' if given.bf16 else 'fp32'}"])[0]
     network = case.network().to(given.device).to(memory_format=torch.channels_last)
     x = case.inputs(case.batch, given.device)
     setup = Setup(case, network, 0.9, "inductor")
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in nets}
     for turn in range(given.repeats + 2):  # two for whatever happens once
         for name, net in nets.items():
-            taken = timed(net, x, wait)
+            taken = timed(case, net, x, wait)
             if turn > 1:
                 rows[name].append(taken)
     for name, row in rows.items():
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in given.profile:
         with torch.autograd.set_multithreading_enabled(False), cProfile.Profile() as profile:
             for _ in range(4):
-                timed(nets[name], x, wait)
+                timed(case, nets[name], x, wait)
         pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(40)
 
 

@@ -356,6 +356,10 @@ def methods() -> list[Method]:
         _ours("relu-reverse", 'ours, reverse, form="relu": relu(x + f(x)) in the step', "reverse", form="relu", applies=_images),
         _ours("relu-auto", 'ours, auto, form="relu"', "auto", form="relu", applies=_images),
         _ours(
+            "relu-unchecked", 'ours, auto, form="relu", verify="off": no replay is checked', "auto", form="relu", verify="off",
+            applies=_images,
+        ),
+        _ours(
             "relu-16bit-auto", 'ours, auto, form="relu", state_bits=16', "auto", form="relu", state_bits=16,
             applies=lambda case: _low(case) and case.images,
         ),

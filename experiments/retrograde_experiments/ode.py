@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from retrograde.nets.ode import NeuralODE, SecondOrderODE
+from retrograde.nets.ode import EXPLICIT, NeuralODE, SecondOrderODE
 
 from .data.batches import Resident
 from .errors import ExperimentError
@@ -26,6 +26,7 @@ from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
 from .style import canvas
+from .train.graphed import Loss, graphed
 from .train.learner import fast
 from .train.schedule import rate_at
 from .train.setting import Recipe
@@ -147,18 +148,23 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
         optimizer.load_state_dict(saved["optimizer"])
         done, curve = saved["done"], saved["curve"]
     context.progress.steps(config.epochs * steps, done)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return config.repeats * cross_entropy(net(x).flatten(0, 1), y.flatten())  # their sum
+
     with fast(device):
+        step: Loss | None = None
         for epoch in range(done // steps, config.epochs):
             total = torch.zeros((), device=device)
             for batches in zip(*(source.epoch(epoch) for source in sources), strict=True):
                 for group in optimizer.param_groups:
                     group["lr"] = rate_at(recipe, done, steps)
-                x, y = torch.cat([x for x, _ in batches], 1), torch.stack([y for _, y in batches])
-                loss = config.repeats * cross_entropy(net(x.contiguous()).flatten(0, 1), y.flatten())  # their sum
-                optimizer.zero_grad()
-                loss.backward()
+                x, y = torch.cat([x for x, _ in batches], 1).contiguous(), torch.stack([y for _, y in batches])
+                if step is None:
+                    explicit = config.gradient == "direct" and config.solver in EXPLICIT
+                    step = graphed(loss, x, y, list(net.parameters()), graph=device.type == "cuda" and explicit)
+                total, done = total + step(x, y) / config.repeats, done + 1
                 optimizer.step()
-                total, done = total + loss.detach() / config.repeats, done + 1
                 context.progress.step()
             curve.append(total.item() / steps)
             if curve[-1] != curve[-1]:

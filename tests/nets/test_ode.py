@@ -10,7 +10,7 @@ from scipy.integrate import solve_ivp
 from torch import Tensor, nn
 
 from problems import Mlp
-from retrograde.nets.ode import FIXED_STEP, AugmentedODE, NeuralODE, SecondOrderODE, solvers
+from retrograde.nets.ode import EXPLICIT, FIXED_STEP, AugmentedODE, NeuralODE, SecondOrderODE, solvers
 from retrograde.theory import psi
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -78,6 +78,32 @@ def test_every_solver(solver: str) -> None:
     assert (block(x) - exact).norm() / exact.norm() < (2e-2 if solver in ("euler", "fehlberg2") else 1e-3)
     block(x).sum().backward()
     assert all(p.grad.isfinite().all() for p in f.parameters())
+
+
+@pytest.mark.parametrize("solver", EXPLICIT)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_explicit_solvers_are_torchdiffeqs(solver: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 3, **DOUBLE)
+    for kind in (NeuralODE, lambda f, **s: SecondOrderODE(f, 0.7, velocity="first", **s)):
+        f, found = Mlp(3, 5).double(), []
+        for _ in range(2):
+            block = kind(f, solver=solver, steps=steps, gradient="direct", horizon=0.8)
+            encode = block.encode if isinstance(block, SecondOrderODE) else block
+            leaf = x.clone().requires_grad_()
+            y = encode(leaf)
+            out = torch.cat(y) if isinstance(y, tuple) else y
+            found.append([out, block.inverse(y), *torch.autograd.grad(out.square().sum(), [leaf, *f.parameters()])])
+            monkeypatch.setattr("retrograde.nets.ode.EXPLICIT", {})  # the second time by torchdiffeq
+        monkeypatch.undo()
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_explicit_solvers_ask_nothing_of_torchdiffeq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares times on the device, which a CUDA graph cannot be made of."""
+    block = SecondOrderODE(Mlp(3, 5), solver="rk4", steps=2, gradient="direct")
+    monkeypatch.setattr("retrograde.nets.ode._torchdiffeq", None)
+    block(torch.randn(2, 3)).sum().backward()
 
 
 def test_scipys_solver_through_torchdiffeq() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..stack.later import capturing
 from .momentum import _check_input as check_input
 from .momentum import _choice as choice
 from .momentum import _modules as modules
@@ -35,6 +36,8 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 def check_finite(x: Tensor, what: str = "the input") -> None:
     """Refuse NaN and Inf, which an iteration or a solver would spread without a word."""
     check_input(x)
+    if capturing(x):  # nothing can be asked of it there
+        return
     if not x.isfinite().all():
         bad = int((~x.isfinite()).sum())
         raise ValueError(

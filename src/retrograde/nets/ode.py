@@ -5,7 +5,8 @@
     SecondOrderODE    ε ẍ + ẋ = f(x)                  as ẋ = v, v̇ = (f(x) − v) / ε; the limit of Momentum ResNets
 
 The solvers are torchdiffeq's, any of them. Gradients come from the adjoint ODE, in memory that does not depend on the
-number of steps, or directly from the solver's own operations. The inverse integrates from T back to 0: right to the
+number of steps, or directly from the solver's own operations; then the simplest solvers of a fixed step run here, for
+torchdiffeq compares the times of every step on the device and waits for it. The inverse integrates from T back to 0: right to the
 solver's tolerance (times the growth of the backward flow), never to the bit.
 """
 
@@ -21,6 +22,11 @@ from ..extras import require
 from .inputs import check_finite, choice, positive, whole
 
 FIXED_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4", "explicit_adams", "implicit_adams", "fixed_adams")
+EXPLICIT = {  # the stages, each by the ones before it, and the step by all of them, as torchdiffeq has them
+    "euler": (((),), (1.0,)),
+    "midpoint": (((), (1 / 2,)), (0.0, 1.0)),
+    "rk4": (((), (1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)), (1 / 8, 3 / 8, 3 / 8, 1 / 8)),
+}
 
 
 def _torchdiffeq() -> Any:
@@ -75,12 +81,46 @@ class _OdeBlock(nn.Module):
             )
         return torchdiffeq.odeint(self.derivative, state, times, **settings)
 
+    def flow(self, state: tuple[Tensor, ...], back: bool = False) -> tuple[Tensor, ...]:
+        """The state at T from that at 0, or the other way round."""
+        if (
+            self.gradient == "direct"
+            and self.solver in EXPLICIT
+            and self.options.keys() == {"step_size"}
+            and self.steps
+        ):
+            return self._explicit(state, (-1 if back else 1) * self.horizon / self.steps)
+        times = self._times(state[0])
+        solved = self.solve(state if len(state) > 1 else state[0], times.flip(0) if back else times)
+        return tuple(part[-1] for part in (solved if len(state) > 1 else (solved,)))
+
+    def _explicit(self, state: tuple[Tensor, ...], h: float) -> tuple[Tensor, ...]:
+        """The steps of an explicit solver: nothing is asked of the device, so that a CUDA graph can be made of them."""
+        (stages, last), start = EXPLICIT[self.solver], state[0].new_zeros(())  # no derivative here depends on t
+        for _ in range(self.steps or 0):
+            slopes: list[tuple[Tensor, ...]] = []
+            for weights in stages:
+                at = _moved(state, slopes, weights, h)
+                slope = self.derivative(start, at if len(at) > 1 else at[0])
+                slopes.append(slope if len(at) > 1 else (slope,))
+            state = _moved(state, slopes, last, h)
+        return state
+
     def _times(self, like: Tensor) -> Tensor:
         return torch.tensor([0.0, self.horizon], dtype=like.dtype, device=like.device)
 
     def extra_repr(self) -> str:
         steps = "" if self.steps is None else f", steps={self.steps}"
         return f"horizon={self.horizon:g}, solver={self.solver!r}{steps}, gradient={self.gradient!r}"
+
+
+def _moved(
+    state: tuple[Tensor, ...], slopes: list[tuple[Tensor, ...]], weights: tuple[float, ...], h: float
+) -> tuple[Tensor, ...]:
+    for weight, slope in zip(weights, slopes, strict=True):
+        if weight:
+            state = tuple(torch.add(part, k, alpha=weight * h) for part, k in zip(state, slope, strict=True))
+    return state
 
 
 class NeuralODE(_OdeBlock):
@@ -101,12 +141,12 @@ class NeuralODE(_OdeBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         check_finite(x)
-        return self.solve(x, self._times(x))[-1]
+        return self.flow((x,))[0]
 
     def inverse(self, y: Tensor) -> Tensor:
         """x(0) from x(T), as well as the solver finds it."""
         check_finite(y, "the output to invert")
-        return self.solve(y, self._times(y).flip(0))[-1]
+        return self.flow((y,), back=True)[0]
 
     def derivative(self, t: Tensor, state: Tensor) -> Tensor:
         return self.f(state)
@@ -168,14 +208,14 @@ class SecondOrderODE(_OdeBlock):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x(T) and v(T)."""
         check_finite(x)
-        x1, v1 = self.solve((x, self._start(x)), self._times(x))
-        return x1[-1], v1[-1]
+        x1, v1 = self.flow((x, self._start(x)))
+        return x1, v1
 
     def inverse(self, state: tuple[Tensor, Tensor]) -> Tensor:
         """x₀ from x(T) and v(T), as well as the solver finds it."""
         for part, what in zip(state, ("x(T)", "v(T)"), strict=True):
             check_finite(part, what)
-        return self.solve(tuple(state), self._times(state[0]).flip(0))[0][-1]
+        return self.flow(tuple(state), back=True)[0]
 
     def derivative(self, t: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, v = state
