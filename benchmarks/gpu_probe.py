@@ -68,7 +68,7 @@ def steps(
 def gradient_step(size: int, floats: torch.dtype, device: str, form: int = 1) -> tuple[Callable[[], Any], int]:
     p, h, d, gy, cast = (torch.randn(size, device=device).to(floats) for _ in range(5))
     mask = torch.randint(0, 256, (-(-size // 8),), device=device, dtype=torch.uint8) if form == 2 else None
-    factors, faster = (9.0, 9.0, 0.1, form), getattr(bodies(p), "carry", None)
+    factors, faster = (9.0, 9.0, 10.0, 0.1, form), getattr(bodies(p), "carry", None)
     given = (p, h, d, factors, p, gy, gy if mask is None else cast, mask)
 
     def run() -> None:

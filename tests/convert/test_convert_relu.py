@@ -41,6 +41,30 @@ def test_it_is_the_network_of_form_block(make, velocity: str | None) -> None:
     assert all((a - b).norm() <= 1e-11 * b.norm() for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("used", [[1], [2], [0, 3], [1, 2, 3], [3]])
+def test_gradients_that_come_in_between(used: list[int]) -> None:
+    """A loss of some blocks' outputs: gradients begin in the middle of the stage, and are joined on the way."""
+    model, x, found = thin_resnet(26).double(), torch.randn(2, 3, 16, 16, dtype=torch.float64), {}
+    for form in ("block", "relu"):
+        for memory in MODES:
+            mine = rg.convert(copy.deepcopy(model), form=form, memory=memory, fraction_bits=40)
+            (stage, *_), outputs = stages_of(mine), list[Tensor]()
+            blocks = [
+                block for path, block in mine.named_modules() if path.rpartition(".")[0] == stage.name.split(".")[0]
+            ]
+            for k in used:
+                blocks[k].register_forward_hook(lambda m, a, y, to=outputs: to.append(y))
+            leaf = x.clone().requires_grad_()
+            mine(leaf)
+            loss = sum(y.square().mean() for y in outputs)
+            wanted = [leaf, *(p for block in blocks[: used[-1] + 1] for p in block.parameters())]
+            found[form, memory] = torch.autograd.grad(loss, wanted, allow_unused=True)
+    for (form, memory), now in found.items():
+        for a, b, c in zip(now, found[form, "store"], found["block", "store"], strict=True):
+            assert torch.equal(a, b), (form, memory)
+            assert (a - c).norm() <= 1e-11 * c.norm()
+
+
 def test_the_blocks_add_nothing_themselves_unless_gamma_is_zero() -> None:
     model, called = torchvision_resnet(), []
     model.layer1[1].relu.register_forward_hook(lambda *_: called.append(1))

@@ -74,8 +74,9 @@ def carried(
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Gradients of a step by our body, where it takes them, and by its definition: with and without each that may be missing."""
     p, h, d = (torch.randn(shape).to(t).to(device) for t in (carried_in, carried_in, dtype))
-    mask = torch.randint(0, 256, bits(p).shape, dtype=torch.uint8).to(device) if form == 2 else None
-    for given in ((p, h), (None, h), (p, None), (None, None)):
+    mask, later = (torch.randint(0, 256, bits(p).shape, dtype=torch.uint8).to(device) for _ in range(2))
+    mask = mask if form == 2 else None
+    for *given, after in ((p, h, None), (None, h, None), (None, h, later), (p, None, None), (None, None, None)):
         for wanted in (True, False):
             found = []
             for body in (ours, None):
@@ -83,8 +84,8 @@ def carried(
                 gy = torch.empty_like(d, dtype=carried_in)
                 cast = gy if dtype == carried_in and mask is None else torch.empty_like(gy, dtype=dtype)
                 out = None if not wanted else torch.empty_like(gy) if p_ is None else p_
-                factors = (9.0, 0.7, 0.1, form)
-                if body is None or not body(p_, h_, d_, factors, out, gy, cast, mask):
-                    graph.carry(p_, h_, d_, factors, out, gy, cast, mask)
+                factors = (9.0, 0.7, 1.7, 0.1, form)
+                if body is None or not body(p_, h_, d_, factors, out, gy, cast, mask, after):
+                    graph.carry(p_, h_, d_, factors, out, gy, cast, mask, after)
                 found.append([gy, cast, *([out] if out is not None else [])])
             yield found[0], found[1]

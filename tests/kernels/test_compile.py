@@ -38,8 +38,10 @@ for x in ("*i32", "*i16"):
                 of = {"KIND": kind, "FORM": form, "SEEN": seen}
                 compiled(cuda._advance, [x, x, "*u8", y, out, "*fp32", "*u8", *RATIO], **of, MASK=form == 2, BLOCK=1024)
                 compiled(cuda._retreat, [x, x, "*u8", y, out, *RATIO], **of, PULL=kind == 2, BLOCK=1024)
-            types = ["*fp32", "*fp32", y, "*fp32", "*fp32", y, "*u8", "i64", "fp32", "fp32", "fp32"]
-            compiled(cuda._carry, types, P=True, H=True, OUT=True, CAST=y != "*fp32" or form == 2, FORM=form, BLOCK=1024)
+            types = ["*fp32", "*fp32", y, "*fp32", "*fp32", y, "*u8", "*u8", "i64", "fp32", "fp32", "fp32", "fp32"]
+            cast = y != "*fp32" or form == 2
+            for after in (False, True):
+                compiled(cuda._carry, types, P=not after, H=True, OUT=True, CAST=cast, AFTER=after, FORM=form, BLOCK=1024)
         compiled(cuda._encode, [y, x, out, "*fp32", "i64", "fp32", "fp32"], COLUMN=1, OUT=True, BLOCK=1024)
     compiled(cuda._pull, [x, x, "*fp32", "i64", "fp32", "i32"], BLOCK=1024)
     for out in ("*fp32", "*bf16"):

@@ -120,6 +120,24 @@ def test_the_tape_is_freed_the_moment_it_has_served(monkeypatch: pytest.MonkeyPa
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store"])
+def test_gradients_at_hand_are_one_array_fewer_in_the_last_block(form: str, memory: str) -> None:
+    net = rg.MomentumNet([Mlp(16, 16) for _ in range(4)], form=form, memory=memory, fraction_bits=20)
+    x, seen = torch.randn(512, 16, requires_grad=True), dict[int, float]()
+
+    def gradients(module: nn.Module, k: int) -> None:
+        module.inner.weight.register_hook(lambda g: seen.__setitem__(k, live.bytes(at_least=4 * x.numel()) / x.numel()))
+
+    for k, block in enumerate(net.blocks):
+        gradients(block, k)
+    loss = net(x).sum()
+    with Live(net, x) as live:
+        loss.backward()
+    assert seen[1] == seen[2]
+    assert seen[3] == seen[2] - 4
+
+
 @pytest.mark.parametrize("verify", ["off", "end", "blocks"])
 def test_no_leak_over_many_steps(verify: str) -> None:
     net = rg.MomentumNet([Mlp() for _ in range(4)], memory="reverse", verify=verify)

@@ -10,6 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from problems import KINDS, Mlp, same_in_every_mode, stack
+from retrograde.core.call import Extra
+from retrograde.core.fixedpoint import FixedPoint, integer_dtype
+from retrograde.core.rational import as_ratios
+from retrograde.kernels import native
+from retrograde.stack.forward import Forward
+from retrograde.stack.momentum import Recurrence
+from retrograde.stack.planner import Plan
 
 MODES = ["reverse", "checkpoint", "store"]
 
@@ -111,6 +118,90 @@ def test_gradcheck_in_float64(memory: str, velocity: str | None) -> None:
     net(x)
     assert torch.autograd.gradcheck(net, (x,), eps=1e-6, atol=1e-6, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(net, (x,), eps=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("velocity", [None, "first"])
+@pytest.mark.parametrize("gamma", [[0.9], [0.5, 0.9], [1, 0.3, 0.99], [0.9, 0.99, 1], [0.2, 1, 0.5, 0.7]])
+def test_short_stacks_and_gammas_that_differ(gamma: list[float], velocity: str | None) -> None:
+    """The last step leaves the gradient of x to the step before it, which has another γ or is not there."""
+    branches, x = stack("mlp", len(gamma))
+    for memory in MODES:
+        relu, block = (net.double() for net in pair(branches, gamma=gamma, velocity=velocity, memory=memory))
+        (y, ours), (z, theirs) = (grads(net, x.double()) for net in (relu, block))
+        assert torch.equal(y, z)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a - b).norm() <= 1e-12 * b.norm()
+    same_in_every_mode(rg.MomentumNet(branches, form="relu", gamma=gamma, velocity=velocity), x.requires_grad_())
+
+
+@pytest.mark.parametrize("gamma", [[0.5, 0], [0, 0.5], [0.9, 0, 0]])
+def test_steps_without_velocity(gamma: list[float]) -> None:
+    branches, x = stack("mlp", len(gamma))
+    for memory in ("checkpoint", "store"):
+        relu, block = (net.double() for net in pair(branches, gamma=gamma, memory=memory))
+        (y, ours), (z, theirs) = (grads(net, x.double()) for net in (relu, block))
+        assert torch.equal(y, z)
+        assert all((a - b).norm() <= 1e-12 * b.norm() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_graph_of_the_backward_pass_and_a_batch_of_them_change_no_bit(dtype: torch.dtype, memory: str) -> None:
+    net = rg.MomentumNet([Mlp() for _ in range(4)], form="relu", memory=memory).to(dtype)
+    x, weights = torch.randn(5, 8).to(dtype).requires_grad_(), torch.randn(3, 5, 8).to(dtype)
+    y = net(x)
+    alone = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
+    graph = [torch.autograd.grad(y, x, w, create_graph=True)[0].detach() for w in weights]
+    assert all(torch.equal(a, b) for a, b in zip(alone, graph, strict=True))
+    (batch,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
+    assert (batch - torch.stack(alone)).float().norm() <= 4 * torch.finfo(dtype).eps * batch.float().norm()
+
+
+@pytest.mark.parametrize("plan", [(6, 0, 0), (4, 1, 1), (4, 2, 0), (5, 0, 1), (0, 5, 1), (3, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_reversed_kept_and_stored_blocks_in_one_pass(plan: tuple[int, int, int], dtype: torch.dtype) -> None:
+    blocks, x = nn.ModuleList([Conv(3) for _ in range(6)]).to(dtype), torch.randn(3, 3, 5, 7).to(dtype)
+    recurrence, fixed = Recurrence(as_ratios(0.9, 6), "relu"), FixedPoint(18, integer_dtype(dtype))
+    found = []
+    for how in (Plan(0, 0, 6), Plan(*plan)):
+        leaf = x.clone().requires_grad_()
+        run = Forward(leaf, recurrence, fixed, verify="end", **how.arguments)
+        for block in blocks:
+            run.step(block, Extra((), {}))
+        found.append(torch.autograd.grad(run.finish().float().square().mean(), [leaf, *blocks.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Contiguous(Conv):
+    """Its input's gradient is laid out another way than a channels_last input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous())
+
+
+@pytest.mark.parametrize("whole", [set(), {0}, {1}, {2}, {0, 1}])
+def test_steps_of_both_kinds_and_gradients_in_another_layout(whole: set[int]) -> None:
+    branches, x = [Contiguous(4).double() for _ in range(3)], torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    found = []
+    for form in ("block", "relu"):
+        leaf = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+        run = Forward(leaf, Recurrence(as_ratios(0.9, 3), form), FixedPoint(40, torch.int64), mode="store")
+        for k, f in enumerate(branches):
+            block = Whole(f) if form == "block" or k in whole else f
+            run.step(block, Extra((), {}), whole=form == "relu" and k in whole)
+        weights = [p for f in branches for p in f.parameters()]
+        found.append(torch.autograd.grad(run.finish().square().mean(), [leaf, *weights]))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_body_changes_no_bit(layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = rg.MomentumNet([Conv(8) for _ in range(3)], form="relu", memory="store", fraction_bits=18).eval()
+    x = torch.randn(3, 8, 33, 101).contiguous(memory_format=layout)
+    compiled = grads(net, x)[1]
+    monkeypatch.setattr(native, "load_carry", lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, grads(net, x)[1], strict=True))
 
 
 def test_gradients_of_x_and_v_and_the_inverse() -> None:

@@ -179,15 +179,17 @@ void retrograde_run(job *whole, int32_t threads) {
     whole->bad = bad;
 }
 
-/* The gradient of a step, see stack/graph.py: gx = p + d, s = gx + c*h, gy = gain*s, out = gx or gx - gy. Without p, it is e*h;
-   without h, it is 0; without out, gx goes nowhere. out may be p. With a mask, cast is gy and out is gx where its bits are set, elsewhere
-   cast is 0 and out is gx - gy. */
-static void carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
-                  float c, float e, float gain, int32_t form, float *cast, const uint8_t *mask) {
+static inline int32_t bit(const uint8_t *mask, int64_t k) { return mask[k >> 3] >> (k & 7) & 1; }
+
+/* The gradient of a step, see stack/graph.py: gx = p + d, s = gx + c*h, gy = gain*s, out = gx or gx - gy. Without p, it is e*h, or e1*h
+   where the bits of `after` are set; without h, it is 0; without out, gx goes nowhere. out may be p. With a mask, cast is gy and out is gx
+   where its bits are set, elsewhere cast is 0 and out is gx - gy. */
+static void carry(const float *p, const float *h, const float *d, float *out, float *gy, float *cast, const uint8_t *mask,
+                  const uint8_t *after, int64_t size, float c, float e, float e1, float gain, int32_t form) {
     if (mask && p && h && out) {
         for (int64_t k = 0; k < size; k++) {
             const float x = p[k] + d[k], y = (x + h[k] * c) * gain;
-            const int32_t m = mask[k >> 3] >> (k & 7) & 1;
+            const int32_t m = bit(mask, k);
             gy[k] = y;
             cast[k] = m ? y : 0.0f;
             out[k] = m ? x : x - y;
@@ -203,25 +205,26 @@ static void carry(const float *p, const float *h, const float *d, float *out, fl
         return;
     }
     for (int64_t k = 0; k < size; k++) {
-        const float x = p ? p[k] + d[k] : h ? h[k] * e + d[k] : d[k], y = (h ? x + h[k] * c : x) * gain;
-        const int32_t m = mask ? mask[k >> 3] >> (k & 7) & 1 : !form;
+        const float u = after && bit(after, k) ? e1 : e;
+        const float x = p ? p[k] + d[k] : h ? h[k] * u + d[k] : d[k], y = (h ? x + h[k] * c : x) * gain;
+        const int32_t m = mask ? bit(mask, k) : !form;
         gy[k] = y;
         if (mask) cast[k] = m ? y : 0.0f;
         if (out) out[k] = m ? x : x - y;
     }
 }
 
-void retrograde_carry(const float *p, const float *h, const float *d, float *out, float *gy, int64_t size,
-                      float c, float e, float gain, int32_t form, float *cast, const uint8_t *mask, int32_t threads) {
+void retrograde_carry(const float *p, const float *h, const float *d, float *out, float *gy, float *cast, const uint8_t *mask,
+                      const uint8_t *after, int64_t size, float c, float e, float e1, float gain, int32_t form, int32_t threads) {
     if (threads == 1) {
-        carry(p, h, d, out, gy, size, c, e, gain, form, cast, mask);
+        carry(p, h, d, out, gy, cast, mask, after, size, c, e, e1, gain, form);
         return;
     }
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t from = 0; from < size; from += PIECE) {
         const int64_t piece = size - from < PIECE ? size - from : PIECE;
-        carry(p ? p + from : p, h ? h + from : h, d + from, out ? out + from : out, gy + from, piece, c, e, gain, form,
-              cast + from, mask ? mask + from / 8 : mask);
+        carry(p ? p + from : p, h ? h + from : h, d + from, out ? out + from : out, gy + from, cast + from,
+              mask ? mask + from / 8 : mask, after ? after + from / 8 : after, piece, c, e, e1, gain, form);
     }
 }
 

@@ -197,8 +197,8 @@ def retreat_(
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, int],
-    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, float, int],
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if there is compiled code for it; whether there was."""
     run = native.load_carry()
@@ -208,8 +208,8 @@ def carry(
         return False
     threads, size = torch.get_num_threads(), gy.numel()
     threads = threads if threads == 1 else min(threads, 1 + size // PIECE)
-    at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy)]
-    run(*at, size, *factors, cast.data_ptr(), None if mask is None else mask.data_ptr(), threads)
+    at = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy, cast, mask, after)]
+    run(*at, size, *factors, threads)
     return True
 
 

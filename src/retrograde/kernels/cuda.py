@@ -214,9 +214,15 @@ def _retreat(
 
 
 @triton.jit
+def _load_bits(mask_ptr, at, inside):
+    return ((tl.load(mask_ptr + at // 8, inside, other=0).to(tl.int32) >> (at % 8).to(tl.int32)) & 1) != 0
+
+
+@triton.jit
 def _carry(
-    p_ptr, h_ptr, d_ptr, out_ptr, gy_ptr, cast_ptr, mask_ptr, size, c, e, gain,
-    P: tl.constexpr, H: tl.constexpr, OUT: tl.constexpr, CAST: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, h_ptr, d_ptr, out_ptr, gy_ptr, cast_ptr, mask_ptr, after_ptr, size, c, e, e1, gain,
+    P: tl.constexpr, H: tl.constexpr, OUT: tl.constexpr, CAST: tl.constexpr, AFTER: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -225,6 +231,8 @@ def _carry(
         h = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
     if P:
         gx = tl.load(p_ptr + at, inside, other=0.0).to(tl.float32) + gx
+    elif AFTER:
+        gx = tl.where(_load_bits(after_ptr, at, inside), h * e1, h * e) + gx
     elif H:
         gx = h * e + gx
     s = gx
@@ -234,7 +242,7 @@ def _carry(
     given = gy.to(gy_ptr.dtype.element_ty)
     tl.store(gy_ptr + at, given, inside)
     if FORM == 2:
-        passed = ((tl.load(mask_ptr + at // 8, inside, other=0).to(tl.int32) >> (at % 8).to(tl.int32)) & 1) != 0
+        passed = _load_bits(mask_ptr, at, inside)
         given = tl.where(passed, given.to(tl.float32), 0.0)
         gy = tl.where(passed, 0.0, gy)
     if CAST:
@@ -346,17 +354,17 @@ def retreat_(
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, int],
-    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, float, int],
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """`stack.graph.carry`, if the layout allows; whether it did."""
     if gy.dtype == torch.float64 or not alike(gy, out):
         return False
-    c, e, gain, form = factors
+    *numbers, form = factors
     given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]
-    tensors = (*given, gy if out is None else out, gy, cast, gy if mask is None else mask)
-    constants = (p is not None, h is not None, out is not None, cast is not gy, form)
-    _launch(_carry, tensors, gy.numel(), (c, e, gain), *constants)
+    tensors = (*given, gy if out is None else out, gy, cast, *(gy if m is None else m for m in (mask, after)))
+    constants = (p is not None, h is not None, out is not None, cast is not gy, after is not None, form)
+    _launch(_carry, tensors, gy.numel(), tuple(numbers), *constants)
     return True
 
 

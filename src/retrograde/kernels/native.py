@@ -61,9 +61,9 @@ def load() -> Callable[..., None] | None:
 
 @functools.cache
 def load_carry() -> Callable[..., None] | None:
-    """The compiled `retrograde_carry(p, h, d, out, gy, size, c, e, gain, form, cast, mask, threads)`, or None."""
+    """The compiled `retrograde_carry(p, h, d, out, gy, cast, mask, after, size, c, e, e1, gain, form, threads)`, or None."""
     library = _library()
-    return None if library is None else _typed(library.retrograde_carry, "p p p p p l f f f i p p i")
+    return None if library is None else _typed(library.retrograde_carry, "p p p p p p p p l f f f f i i")
 
 
 @functools.cache

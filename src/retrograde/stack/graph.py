@@ -16,9 +16,9 @@ Where f = relu(x + y) − x, the node keeps where the relu let its input through
 gx stays, elsewhere the block gets 0 and gx ← gx − gy.
 
 gv is a multiple of gy, which the block is given anyway: so what comes for token v *is* gy of the step that took it, and its
-gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv is 0, and then gx is a multiple of gy too: it
-is left out, and the step before makes it (not after a relu). What a block's backward pass holds besides its own is one array,
-none in the last block; after a relu one more.
+gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv is 0, and then gx is a multiple of gy too (after a
+relu one of two, as its bits say, which go with gy then): it is left out, and the step before makes it. What a block's backward
+pass holds besides its own is one array, none in the last block; after a relu one more, since gy is not what the block is given.
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -37,27 +37,28 @@ from ..core.errors import ReplayError
 from ..core.ops import values
 from .momentum import Momentum
 
-Factors = tuple[float, float, float, int]
-"""c, e, gain and the form: gv = c·h and, where gx is left out, gx = e·h; gy = gain·s."""
+Factors = tuple[float, float, float, float, int]
+"""c, e, e1, gain and the form: gv = c·h and, where gx is left out, gx = e·h, or e1·h where a relu let x through; gy = gain·s."""
 
 
 def carry(
     p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors,
-    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None,
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The gradient of a step: gx = p + d, s = gx + c·h, gy ← gain·s, out ← gx (or gx − gy, see above), cast ← what the block gets.
 
     Args:
-        p: gx from the step after; None: e·h.
+        p: gx from the step after; None: e·h, or e1·h where `after` says so.
         h: gy of the step after; None: 0.
         d: the gradient of the step's float output.
         out: where gx goes, may be p; None: nowhere.
         gy: in the dtype that gradients are carried in; laid out as the state.
         cast: in the dtype of the block's output; may be gy where there is no mask.
         mask: what the relu let through, as `core.ops` packs it.
+        after: the mask of the step after, if it had one and left gx out.
     """
-    passed = None if mask is None else unpacked(mask, gy.shape, gy.stride())
-    gx, g = _carried(p, h, d, factors, passed)
+    passed, later = (None if m is None else unpacked(m, gy.shape, gy.stride()) for m in (mask, after))
+    gx, g = _carried(p, h, d, factors, passed, later)
     gy.copy_(g)
     if cast is not gy:
         cast.copy_(gy if passed is None else torch.where(passed, gy, 0))
@@ -134,8 +135,8 @@ class Step(Function):
         ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form(k))
         ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.gradient), state.ops, state.thread, k == 0
         ctx.mask = mask = state.mask(k)
-        if mask is not None:
-            ctx.strides = state.x.stride()
+        ctx.strides = state.x.stride() if recurrence.form == "relu" else None
+        ctx.last = k + 1 == len(recurrence.gammas)
         return state.token(), state.token(), state.advance(k, y, mask)
 
     @staticmethod
@@ -149,40 +150,50 @@ class Step(Function):
             )
         dtype, work = ctx.dtypes
         factors: Factors = ctx.factors
-        relu = factors[3] == 2
+        relu = factors[-1] == 2
         mask = _kept(ctx, "mask") if relu else None
         if d is None:
             given = h if h is not None else p
             assert given is not None
             d = given.new_zeros(()).expand(given.shape)
-        wanted = p is not None or h is not None or ctx.first or relu  # else it can be made from gy
+        after = None
+        if p is None and h is not None and ctx.strides is not None and not ctx.last:
+            after = h.__dict__["_mask_carried"]  # no default: a gradient made without it would be wrong
+        wanted = p is not None or h is not None or ctx.first  # else it can be made from gy
         if _traced(p, h, d):
-            passed = None if mask is None else unpacked(mask, d.shape, ctx.strides)
-            out, gy = _carried(p, h, d, factors, passed)
+            passed, later = (None if m is None else unpacked(m, d.shape, ctx.strides) for m in (mask, after))
+            out, gy = _carried(p, h, d, factors, passed, later)
             gv = gy.to(work) if ctx.needs_input_grad[1] else None
+            if gv is not None and not wanted:
+                gv.__dict__["_mask_carried"] = mask
             given = gy if passed is None else torch.where(passed, gy, 0)
             return out.to(work) if wanted else None, gv, given.to(dtype), None, None
         d = values(d)
-        gy = d.new_empty_strided(d.shape, ctx.strides, dtype=work) if relu else torch.empty_like(d, dtype=work)
+        bits = mask is not None or after is not None  # in the order of the state
+        gy = d.new_empty_strided(d.shape, ctx.strides, dtype=work) if bits else torch.empty_like(d, dtype=work)
         into = p if p is not None and p.stride() == gy.stride() else torch.empty_like(gy) if wanted else None
         cast = gy if dtype == work and not relu else torch.empty_like(gy, dtype=dtype)
         faster = getattr(ctx.ops, "carry", None)
-        if faster is None or not faster(p, h, d, factors, into, gy, cast, mask):
-            carry(p, h, d, factors, into, gy, cast, mask)
+        if faster is None or not faster(p, h, d, factors, into, gy, cast, mask, after):
+            carry(p, h, d, factors, into, gy, cast, mask, after)
         if not ctx.needs_input_grad[1]:
             return into, None, cast, None, None
         gy.__dict__["_version_carried"] = gy._version
+        if not wanted:
+            gy.__dict__["_mask_carried"] = mask
         return into, gy, cast, None, None
 
 
 def _carried(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, passed: Tensor | None
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, passed: Tensor | None, later: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`carry`, out of place: gx and gy, in float32 at least."""
-    c, e, gain, form = factors
+    c, e, e1, gain, form = factors
     work = torch.float64 if torch.float64 in (t.dtype for t in (p, h, d) if t is not None) else torch.float32
     d, h = d.to(work), None if h is None else h.to(work)
-    gx = p.to(work) + d if p is not None else d if h is None else h * e + d
+    if p is None and h is not None:
+        p = h * e if later is None else torch.where(later, h * e1, h * e)
+    gx = d if p is None else p.to(work) + d
     gy = (gx if h is None else gx + h * c) * gain
     if passed is not None:
         return torch.where(passed, gx, gx - gy), gy

@@ -47,11 +47,14 @@ class Recurrence:
         return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
 
     @cached_property
-    def carried(self) -> list[tuple[float, float]]:
-        """What gv is, and gx where gv was 0, in units of the gradient of each block's output; last: of v's own gradient (`graph`)."""
-        less = self.form != "branch"  # a relu's gx is never left out
-        units = [(gamma / factor, (1 - factor if less else 1.0) / factor) for *_, gamma, factor in self.factors]
-        return [*units, (1.0, 0.0)]
+    def carried(self) -> list[tuple[float, float, float]]:
+        """What gv is, what gx is where gv was 0, and what it is there if a relu let its input through, in units of the gradient of
+        each block's output; last: of v's own gradient (`graph`)."""
+        less = self.form != "branch"
+        units = [
+            (gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors
+        ]
+        return [*units, (1.0, 0.0, 0.0)]
 
     @cached_property
     def most_guard(self) -> int:
