@@ -88,7 +88,7 @@ class MomentumStage(nn.Sequential):
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = "block", **options: Any) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, **options: Any) -> None:
         super().__init__(*blocks)
         kept = [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
