@@ -15,10 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import retrograde as rg
 from retrograde.convert.convert import look, stages_of
-from retrograde.convert.rectified import rectified
 from retrograde.extras import require
 from retrograde.nets.resnet import resnet, thin_resnet
 from retrograde.stack.momentum import Momentum
+from retrograde.stack.rectified import rectified
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Extra
+from ..stack.rectified import heard, rectified
 from ..stack.uncompiled import uncompiled
-from .rectified import heard, rectified
 from .stage import Own, Spare, Stage
 
 PLACE = "_retrograde_place"

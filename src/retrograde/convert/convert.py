@@ -15,11 +15,11 @@ from ..stack.aside import copied_buffers
 from ..stack.calibrate import unheard
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
+from ..stack.rectified import rectified
 from ..stack.uncompiled import uncompiled
 from . import block as blocks
 from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .rectified import rectified
 from .stage import Settings, Stage
 
 STAGES, ARRANGED, NESTED = "_retrograde_stages", "_retrograde_arrangement", "_retrograde_nested"

@@ -22,6 +22,7 @@ from ..stack.forward import Forward
 from ..stack.later import Later
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, as_bytes, leanest
+from ..stack.rectified import whole
 from ..stack.residual import residual
 from ..stack.timeline import Choice, Track, chain, estimated, planned, within
 
@@ -55,7 +56,7 @@ class Seen:
 
 
 def simulated(
-    net: nn.Module, blocks: Sequence[nn.Module], launch: tuple[Any, Extra, str] | None, recurrence: Recurrence, form: str,
+    net: nn.Module, blocks: Sequence[Any], launch: tuple[Any, Extra, str] | None, recurrence: Recurrence, form: str,
     plan: Plan, x: Tensor, extra: Extra, verified: bool,
 ) -> tuple[list[int], Track]:  # fmt: skip
     """The usage of a training step of a momentum network on its own, and its track."""
@@ -78,7 +79,7 @@ def simulated(
             if launch is not None:
                 run.launch(Seen(launch[0], -1, track, meter, around), launch[1] if own else extra, launch[2])
             for block in seen:
-                run.step(block, extra)
+                run.step(block, extra, whole=whole(block.block))
             y = run.x if x.device.type == "cpu" else run.finish()
             del run
         else:

@@ -29,6 +29,7 @@ from ..stack.forward import Forward, Like
 from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
+from ..stack.rectified import Rectified, whole
 from ..stack.residual import grouped, residual
 from ..stack.timeline import Track
 from ..stack.uncompiled import uncompiled
@@ -124,7 +125,7 @@ class MomentumNet(nn.Module):
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
         self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
-        form = self.form if self.every == 1 else "block"
+        form = self._form_of_steps if self.every == 1 else "block"
         recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), form, self.range.narrow)
         _check_reversible(self.memory, recurrence)
         self.recurrence = recurrence
@@ -133,6 +134,10 @@ class MomentumNet(nn.Module):
     def form(self) -> str:
         """Whether the blocks compute f(x) ("branch", "relu") or x + f(x) ("block")."""
         return self._form
+
+    @property
+    def _form_of_steps(self) -> str:
+        return self.form
 
     @property
     def memory(self) -> str:
@@ -221,6 +226,7 @@ class MomentumNet(nn.Module):
                 x = held.pull()
                 with torch.set_grad_enabled(state.grad_mode):
                     y = block(x, *extra.args, **extra.kwargs)
+                held.whole |= {k} if whole(block) else set()
                 held.retreat(k, Like(x).checked(y, f"block {k}"))
             x0, launch = held.read(), self._launch(extra)
             with torch.set_grad_enabled(state.grad_mode):
@@ -264,10 +270,10 @@ class MomentumNet(nn.Module):
         if launch is not None:
             run.launch(*launch)
         for block in self._groups():
-            run.step(block, extra)
+            run.step(block, extra, whole=whole(block))
         return run
 
-    def _groups(self) -> tuple[nn.Module, ...]:
+    def _groups(self) -> tuple[Any, ...]:
         """The blocks, or groups of them, that take a step each."""
         if len(self._blocks) != len(self.blocks):
             raise ValueError(
@@ -283,16 +289,16 @@ class MomentumNet(nn.Module):
         if self.budget is None or not budgeted or not torch.is_grad_enabled():
             self.plan, look = leanest(self.recurrence, x.dtype, self.memory), None
             return self.plan.arguments | {"look": look}
-        inputs = (x, *extra.tensors)
+        inputs, groups = (x, *extra.tensors), self._groups()
         kind = (
             self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            sum(p.requires_grad for p in self.parameters()), self.verify,
+            sum(p.requires_grad for p in self.parameters()), self.verify, sum(map(whole, groups)),
         )  # fmt: skip
 
         def simulate(plan: Plan) -> tuple[list[int], Track]:
             return simulated(
                 self,
-                self._groups(),
+                groups,
                 self._launch(extra),
                 self.recurrence,
                 self.form,
@@ -328,7 +334,8 @@ class MomentumNet(nn.Module):
     def _launch(self, extra: Extra) -> tuple[Any, Extra, str] | None:
         """What makes v₀, its extra inputs, and its form."""
         if self.velocity == "first":
-            return self._groups()[0], extra, self.recurrence.form
+            first = self._groups()[0]
+            return first, extra, "block" if whole(first) else self.recurrence.form
         return None if self.velocity is None else (self.velocity, Extra((), {}), "branch")
 
     def extra_repr(self) -> str:
@@ -337,6 +344,30 @@ class MomentumNet(nn.Module):
             f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
             f"fraction_bits={self.fraction_bits!r}, verify={self.verify!r}"
         )
+
+
+class RectifiedNet(MomentumNet):
+    """A momentum network of blocks that compute relu(x + f(x)): the steps ask them for f and form the sum and the relu, as with
+    form="relu". A block that is not, or no longer, proved to be one, or has hooks, runs as it is (`stack.rectified`).
+
+    >>> from retrograde.nets.resnet import BasicBlock
+    >>> net = RectifiedNet([BasicBlock(4, 4) for _ in range(3)], gamma=0.5)
+    >>> net.form, net.recurrence.form
+    ('block', 'relu')
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, **options: Any) -> None:
+        super().__init__(blocks, gamma, form="block", **options)
+
+    @property
+    def _form_of_steps(self) -> str:
+        return "relu"
+
+    def _groups(self) -> tuple[Any, ...]:
+        groups = super()._groups()
+        if self.recurrence.form != "relu" or not any(self.recurrence.gammas):
+            return groups
+        return tuple(map(Rectified, groups))
 
 
 def _itself(t: Tensor) -> Tensor:

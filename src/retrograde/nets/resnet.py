@@ -10,7 +10,8 @@ relu(x + f(x)); all but the first keep x's shape. With `gamma` those run as a mo
 
     v ← γ·v + (1−γ)·(block(x) − x)        x ← x + v
 
-and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. The
+and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. With form="relu"
+the steps ask the blocks for f and form relu(x + f) themselves. The
 paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
 """
 
@@ -21,8 +22,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..stack.rectified import rectified
 from .inputs import choice, whole
-from .momentum import MomentumNet
+from .momentum import MomentumNet, RectifiedNet
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -80,14 +82,27 @@ class MomentumStage(nn.Sequential):
     Args:
         blocks: the stage's blocks.
         gamma: γ.
+        form: "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
+            same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
+            are proved to compute that, else "block".
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, **options: Any) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, **options: Any) -> None:
         super().__init__(*blocks)
         kept = [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
-        net = MomentumNet(kept, gamma, form="block", **options) if kept else None
+        other = next((block for block in kept if rectified(block) is None), None)
+        if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
+            raise ValueError(
+                f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
+            )
+        rectifies = form != "block" and other is None
+        net = None
+        if kept:
+            net = (
+                RectifiedNet(kept, gamma, **options) if rectifies else MomentumNet(kept, gamma, form="block", **options)
+            )
         self.__dict__["momentum"] = net  # not as a submodule: the blocks are, already
 
     def forward(self, x: Tensor) -> Tensor:

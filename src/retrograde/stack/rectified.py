@@ -16,7 +16,7 @@ the chain one that does not write to its input.
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -249,6 +249,29 @@ def rectified(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     if trace.result.sum == "+=" and any(m._forward_hooks for m in inner[trace.result.chain[-1]].modules()):  # type: ignore[union-attr]
         return None  # a hook that keeps f sees the sum written over it
     return trace.branch
+
+
+class Rectified:
+    """A block of relu(x + f(x)) in one pass: f alone, or all of it where f is not to be had.
+
+    What is decided here holds for the runs of the backward pass, too. Hooks on the block are for what it returns, and a compiled
+    block is compiled as a whole: either runs as it is.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        alone = _is(block, type(block).forward) and block._compiled_call_impl is None and not heard()
+        self.block, self.f = block, rectified(block) if alone else None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.block(x, *args, **kwargs) if self.f is None else self.f(self.block, x, *args, **kwargs)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.block.modules()
+
+
+def whole(block: Any) -> bool:
+    """Whether a block of form "relu" gives relu(x + f(x)) in this pass."""
+    return isinstance(block, Rectified) and block.f is None
 
 
 def heard() -> bool:
