@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -50,18 +51,34 @@ TEXT = {
     "attention_mask": torch.arange(48)[None] < torch.linspace(20, 48, 8)[:, None],
 }
 MEASURED: dict[str, tuple[Any, Any]] = {
-    "torch encoder": (encoder, torch.randn(8, 64, 32)),
+    "encoder of 8": (encoder, torch.randn(8, 64, 32)),
     "llama": (llama, TEXT),
     "gpt2": (gpt2, TEXT),
     "torchvision vit": (vit, torch.randn(4, 3, 64, 64)),
 }
 
 
+IMAGES = torch.randn(4, 3, 32, 32)
+
+
+@functools.cache
+def planned(name: str) -> rg.Plan:
+    """Trying every way out takes seconds: once for all tests that look at the same plan."""
+    if name == "resnet":
+        make, example = resnet, IMAGES
+    elif name.startswith("encoder of "):
+        make, example = lambda: encoder(int(name.split()[2])), torch.randn(8, 64, 32)
+    elif name in MEASURED:
+        make, example = MEASURED[name]
+    else:
+        make, example = ARCHITECTURES[name].make, ARCHITECTURES[name].example
+    return rg.plan(make(), example)
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_prediction_against_measurement(name: str) -> None:
     make, example = MEASURED[name]
-    model = make()
-    plan = rg.plan(model, example)
+    model, plan = make(), planned(name)
     measured = {"plain": rg.measure(model, example, repeats=1)}
     for way in ("checkpoint", "reverse", "auto"):
         rg.convert(model, gamma=0 if way == "checkpoint" else 0.9, memory=way)
@@ -77,20 +94,12 @@ SHALLOW = ["encoder of 6", "transformers Bert", "timm mixer", "transformers T5"]
 
 @pytest.mark.parametrize("name", [*MEASURED, "resnet", "timm vit_tiny", *SHALLOW])
 def test_auto_is_never_above_checkpoint(name: str) -> None:
-    if name == "resnet":
-        make, example = resnet, torch.randn(4, 3, 32, 32)
-    elif name == "encoder of 6":
-        make, example = lambda: encoder(6), torch.randn(8, 64, 32)
-    elif name in MEASURED:
-        make, example = MEASURED[name]
-    else:
-        make, example = ARCHITECTURES[name].make, ARCHITECTURES[name].example
-    plan = rg.plan(make(), example)
+    plan = planned(name)
     slack = 1.08 if name in SHALLOW else 1.0  # a copy of the stage's input and a second gradient, beside very little
     bits = 0
     if name == "resnet":  # too few blocks for reversal: one bit an element and block beside their inputs
         assert {row.form for row in plan.stages} == {"relu"}
-        block = rg.plan(make(), example, form="block")
+        block = rg.plan(resnet(), IMAGES, form="block")
         assert block.peaks["auto"].peak <= plan.peaks["checkpoint"].peak
         bits = plan.peaks["auto"].held - block.peaks["auto"].held
         assert bits == 4 * (2 * 256 * 8 * 8 + 3 * 512 * 4 * 4) // 8
@@ -132,18 +141,16 @@ def test_modes_asked_for() -> None:
     stored = rg.plan(encoder(), torch.randn(8, 64, 32), memory="store")
     assert stored.peaks["store"].held > stored.peaks["checkpoint"].held
     assert [row.mode for row in stored.rows] == ["store"]
-    assert set(rg.plan(encoder(), torch.randn(8, 64, 32)).peaks) == {"plain", "checkpoint", "reverse", "auto"}
+    assert set(planned("encoder of 8").peaks) == {"plain", "checkpoint", "reverse", "auto"}
 
 
 def test_auto_takes_what_holds_less() -> None:
-    modes = {n: rg.plan(encoder(n), torch.randn(8, 64, 32)).stages[0].mode for n in (2, 8)}
+    modes = {n: planned(f"encoder of {n}").stages[0].mode for n in (2, 8)}
     assert modes == {2: "checkpoint", 8: "reverse"}  # two inputs of 4 bytes, or 9 bytes of integers
 
 
 def test_reverse_does_not_grow_with_depth() -> None:
-    x = torch.randn(8, 64, 32)
-    plans = [rg.plan(encoder(layers), x) for layers in (8, 16)]
-    shallow, deep = (plan.peaks for plan in plans)
+    shallow, deep = (planned(f"encoder of {layers}").peaks for layers in (8, 16))
     assert deep["reverse"].held == pytest.approx(
         shallow["reverse"].held, rel=0.001
     )  # the range is watched layer by layer
@@ -152,7 +159,7 @@ def test_reverse_does_not_grow_with_depth() -> None:
 
 
 def test_printed() -> None:
-    plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32))
+    plan = planned("resnet")
     title, _, header, *lines = str(plan).splitlines()
     assert title == "ResNet: 5 blocks in 2 momentum stages, gamma = 0.9"
     table = lines[: lines.index("")]
@@ -182,7 +189,7 @@ class Tables(HTMLParser):
 
 
 def test_html() -> None:
-    plan = rg.plan(resnet(), torch.randn(4, 3, 32, 32))
+    plan = planned("resnet")
     page = plan._repr_html_()
     parser = Tables()
     parser.feed(page)

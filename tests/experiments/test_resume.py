@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from retrograde_experiments.progress import Quiet
 from retrograde_experiments.run import Context
 
 RUN = """
+import os
 import sys
 from pathlib import Path
 import torch
@@ -35,19 +37,53 @@ class Told(Quiet):
     def step(self, note=""):
         print("step", flush=True)
 
-name, out, *changes = sys.argv[1:]
+name, *changes = sys.argv[1:]
 torch.set_num_threads(1)
 config = override(preset(load(name).Config, "smoke"), changes)
-print("ready", flush=True)
-reproduce(name, config, Path(out), Told(), every=0.0)
+for out in sys.stdin:
+    child = os.fork()
+    if not child:
+        print("process", os.getpid(), flush=True)
+        reproduce(name, config, Path(out.strip()), Told(), every=0.0)
+        sys.exit()
+    print("exit", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 CHANGES = ["steps=15", "repeats=2", "points=20", "test_points=50", "drawn=8"]
 
 
-def start(out: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, "rings", str(out), *CHANGES]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+class Runs:
+    """Runs one after the other, each in a process of its own, forked from one that has imported all: that takes the seconds."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", RUN, "rings", *CHANGES]
+        self.server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, out: Path, kill_at: int | None = None, after: float = 0.0) -> int:
+        """The exit code of a run, killed so many seconds after its step `kill_at`."""
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        print(out, file=self.server.stdin, flush=True)
+        process, seen = 0, 0
+        for text in self.server.stdout:
+            what, *number = text.split()
+            if what == "exit":
+                return int(number[0])
+            process = int(number[0]) if what == "process" else process
+            seen += what == "step"
+            if what == "step" and seen == kill_at:
+                time.sleep(after)
+                os.kill(process, signal.SIGKILL)
+        raise AssertionError("the server is gone")
+
+
+@pytest.fixture
+def runs() -> Iterator[Runs]:
+    runs = Runs()
+    yield runs
+    runs.server.communicate()
 
 
 def lines(out: Path) -> list[str]:
@@ -56,35 +92,15 @@ def lines(out: Path) -> list[str]:
     return [json.dumps({"key": line["key"], "values": line["values"]}) for line in read]
 
 
-def test_killed_at_ten_random_moments(tmp_path: Path) -> None:
+def test_killed_at_ten_random_moments(runs: Runs, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = start(whole)
-    process.communicate()
-    assert process.returncode == 0
-
+    assert runs.run(whole) == 0
     moments = random.Random(0)
-    kills = 0
-    for attempt in range(14):
-        process = start(broken)
-        assert process.stdout is not None
-        seen = 0
-        until = (
-            moments.randrange(1, 6) if attempt < 10 else 10**9
-        )  # steps until the kill: within a unit and between units
-        for text in process.stdout:
-            seen += text.startswith("step")
-            if seen >= until:
-                time.sleep(moments.random() * 0.004)  # anywhere within the step, the checkpoint or the line
-                process.send_signal(signal.SIGKILL)
-                break
-        process.stdout.close()
-        process.wait()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-        kills += 1
-    assert process.returncode == 0
-    assert kills == 10
+    for _ in range(10):
+        step = moments.randrange(1, 6)  # within a unit and between units
+        # anywhere within the step, the checkpoint or the line
+        assert runs.run(broken, step, moments.random() * 0.004) == -signal.SIGKILL
+    assert runs.run(broken) == 0
     assert lines(broken) == lines(whole)
     assert list((broken / "checkpoints").iterdir()) == []
 

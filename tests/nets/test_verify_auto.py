@@ -297,6 +297,44 @@ def test_no_factor_is_left_out(weight: Tensor, verify: str) -> None:
         y.sum().backward()
 
 
+ODD: dict[str, Callable[[float], Tensor]] = {
+    "to be negated": lambda s: torch._neg_view(torch.full((8,), s)),
+    "to be negated, with gaps": lambda s: torch.full((8,), s * 1j).conj().imag,
+    "to be conjugated": lambda s: torch.full((8,), s * 1j).conj(),
+    "one element of many": lambda s: torch.full((14,), s)[::7][:1],
+    "one element of many, in 16 bits": lambda s: torch.full((14,), s, dtype=torch.bfloat16)[::7][:1],
+    "a single number": torch.tensor,
+    "with gaps": lambda s: torch.full((8, 16), s)[:3, ::2],
+    "the same element everywhere": lambda s: torch.full((1, 1), s).expand(3, 8),
+    "turned": lambda s: torch.full((8, 3), s).T,
+}
+
+
+class Odd(nn.Module):
+    """Multiplies by a tensor that lies in memory in an uncommon way."""
+
+    def __init__(self, made: Callable[[float], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.made, self.scale = nn.Linear(8, 8), made, 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = self.made(self.scale)
+        if odd.is_complex():
+            return self.linear(torch.view_as_real(x.sin() * odd).sum(-1))
+        return self.linear(x.sin()) * odd
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("odd", ODD)
+def test_however_it_lies_in_memory_it_is_hashed(odd: str, verify: str) -> None:
+    net = rg.MomentumNet([Odd(ODD[odd]) for _ in range(3)], memory="checkpoint", fraction_bits=22, verify=verify)
+    net(torch.randn(3, 8)).sum().backward()
+    y = net(torch.randn(3, 8))
+    net.blocks[1].scale = 1.25
+    with pytest.raises(rg.ReplayError, match="block 1"):
+        y.sum().backward()
+
+
 class Parallel(nn.Module):
     """Two products side by side; `scale` is seen in what the first is made of."""
 

@@ -182,13 +182,24 @@ def test_gamma_rises_to_its_value() -> None:
     assert set(rising[10 * config.warm :]) == {0.9}
 
 
-def test_finetuning_goes_on_from_its_metrics_alone(tmp_path: Path) -> None:
-    """A copy of config.json and metrics.jsonl, without any other file of the run, is enough."""
-    config, before, copied = finetune.Config.smoke(), tmp_path / "before", tmp_path / "copied"
-    reproduce("finetune", config, before, Quiet(), only={"phase": "largest"})
-    copied.mkdir()
+@pytest.fixture(scope="module")
+def batches_found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fine-tuning whose first phase is over."""
+    folder = tmp_path_factory.mktemp("finetune")
+    reproduce("finetune", finetune.Config.smoke(), folder, Quiet(), only={"phase": "largest"})
+    return folder
+
+
+def copied_metrics(before: Path, to: Path) -> Path:
+    to.mkdir()
     for name in ("config.json", "metrics.jsonl"):
-        (copied / name).write_bytes((before / name).read_bytes())
+        (to / name).write_bytes((before / name).read_bytes())
+    return to
+
+
+def test_finetuning_goes_on_from_its_metrics_alone(batches_found: Path, tmp_path: Path) -> None:
+    """A copy of config.json and metrics.jsonl, without any other file of the run, is enough."""
+    config, copied = finetune.Config.smoke(), copied_metrics(batches_found, tmp_path / "copied")
     reproduce("finetune", config, copied, Quiet(), only={"phase": "train", "net": "resnet"})
     done = read_metrics(copied)
     assert [r["phase"] for r in done] == ["largest"] * 3 + ["train"]
@@ -197,14 +208,13 @@ def test_finetuning_goes_on_from_its_metrics_alone(tmp_path: Path) -> None:
         reproduce("finetune", config, tmp_path / "empty", Quiet(), only={"phase": "train"})
 
 
-def test_an_epoch_is_timed_with_the_batch_that_was_trained_with(tmp_path: Path) -> None:
+def test_an_epoch_is_timed_with_the_batch_that_was_trained_with(batches_found: Path, tmp_path: Path) -> None:
     """Not with the largest: there the memory may not last."""
-    config = finetune.Config.smoke()
-    reproduce("finetune", config, tmp_path, Quiet(), only={"phase": "largest"})
+    config, run = finetune.Config.smoke(), copied_metrics(batches_found, tmp_path / "run")
     trained = Record({"phase": "train", "net": "momentum", "seed": 0}, {"batch": 16}, {})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with (run / "metrics.jsonl").open("a") as file:
         file.write(trained.line() + "\n")
-    context = Context(torch.device("cpu"), Quiet(), Checkpoint(tmp_path / "unit.pt", 9), tmp_path)
+    context = Context(torch.device("cpu"), Quiet(), Checkpoint(run / "unit.pt", 9), run)
     timed = finetune.measure(config, {"phase": "time", "net": "momentum"}, context)
     assert timed["batch"] == 16
     assert len(timed["epochs"]) == finetune.TIMED

@@ -29,9 +29,9 @@ def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) 
     >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(a.flip(0)))
     (True, False)
     """
-    t = values(getattr(t, "_local_tensor", t).detach()).resolve_conj().resolve_neg()
+    t = values(getattr(t, "_local_tensor", t).detach()).resolve_neg()
     into = torch.zeros((), dtype=torch.int64, device=t.device) if into is None else into
-    t = torch.view_as_real(t) if t.is_complex() else t
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     if not t.is_contiguous():  # any dense layout is taken as it lies in memory
         t = t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).contiguous()
     faster = getattr(bodies(t), "digest", None) if type(t) in (Tensor, Parameter) else None
@@ -42,8 +42,9 @@ def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) 
 
 def words(t: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 32-bit integers."""
-    flat = t.reshape(-1).view(torch.uint8)
-    if flat.numel() % 4 or flat.storage_offset() % 4:
+    flat = t if t.stride() == (1,) else t.reshape(-1)
+    if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
+        flat = flat.view(torch.uint8)
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
     return flat.view(torch.int32)
 

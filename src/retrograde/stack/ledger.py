@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..core.call import WHEN_NOT_REPEATED, Call
 from ..core.errors import ReplayError
@@ -65,7 +64,8 @@ class Ledger:
             blocks, 2, dtype=torch.int64, device=device
         )  # 16 bytes apart: aligned as kernels like it
         self.slots = self.noted[:, 0].unbind()
-        self.left: dict[int, tuple[Tensor, set[int]]] = {}  # by backward pass: the hashes, and the blocks taken off
+        # by backward pass: the hashes, each by itself too, and the blocks taken off
+        self.left: dict[int, tuple[Tensor, tuple[Tensor, ...], set[int]]] = {}
         self.thread = SameThread() if device.type == "cuda" else None
 
     def note(self, k: int, call: Call, saved: list[Tensor], y: Any, x: Tensor | None, since: int) -> bool:
@@ -117,27 +117,28 @@ class Ledger:
         if task == -1:
             return
         if task not in self.left:
-            self.left[task] = self.noted.clone(), set()
+            left = self.noted.clone()
+            self.left[task] = left, left[:, 0].unbind(), set()
             at_end_of_backward(partial(self._end, task))
-        left, done = self.left[task]
+        _, slots, done = self.left[task]
         if k not in done:
             done.add(k)
-            self._add(k, saved, left[k, 0], -1)
+            self._add(k, saved, slots[k], -1)
 
     @torch.no_grad()
     def _add(self, k: int, saved: list[Tensor], into: Tensor, sign: int) -> None:
-        small = list[Tensor]()
+        small, device, alone = list[Tensor](), into.get_device(), into.device.type in _ALONE
         for index, most in self.picked[k].items():
-            t = getattr(saved[index], "_local_tensor", saved[index])
-            if min(most, t.numel()) > _START or t.device != into.device or into.device.type in _ALONE:
-                digest(_start(t, most), into, index, sign)
+            t = _start(_local(saved[index]), most)
+            if alone or t.numel() > _START or t.get_device() != device:
+                digest(t, into, index, sign)
             else:
-                small.append(_start(t, most).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+                small.append(_bytes(t))
         if small:
             digest(torch.cat(small), into, len(saved), sign)
 
     def _end(self, task: int) -> None:
-        left, _ = self.left.pop(task)
+        left, _, _ = self.left.pop(task)
         self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names))
 
 
@@ -154,7 +155,10 @@ _PRODUCTS = {  # the names of their factors, and which inputs they are
     "MmBackward0": {"self": 0, "mat2": 1}, "AddmmBackward0": {"mat1": 1, "mat2": 2}, "BmmBackward0": {"self": 0, "mat2": 1},
     "LinearBackward0": {"input": 0, "weight": 1}, "ConvolutionBackward0": {"input": 0, "weight": 1},
 }  # fmt: skip
-_FACTORS = {**_PRODUCTS, "MulBackward0": {"self": 0, "other": 1}}
+_FACTORS = {
+    name: [(f"_raw_saved_{factor}", at) for factor, at in factors.items()]
+    for name, factors in {**_PRODUCTS, "MulBackward0": {"self": 0, "other": 1}}.items()
+}
 _LINEAR = {
     "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
     "PermuteBackward0", "ToCopyBackward0",
@@ -163,10 +167,15 @@ _MOST = 32  # nodes to look at
 
 
 def place() -> int:
-    """Of the next node in autograd's graph."""
-    with torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return node._sequence_nr()  # type: ignore[union-attr]
+    """Of the latest node in autograd's graph."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def _own(node: Any, since: int) -> str | None:
+    """The name of a node, if it is one of the block's."""
+    if node is None or (name := node.name()) == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
+        return None
+    return name
 
 
 def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | None]:
@@ -175,17 +184,17 @@ def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | 
 
     No hook is asked for a tensor: those of others (a checkpoint inside the block) run code, or give each tensor but once.
     """
-    nodes, ends, factors, all_of_it = [y.grad_fn], False, set[int](), True
+    nodes, ends, factors, all_of_it = list[Any]([y.grad_fn]), False, set[int](), True
     for node in nodes:
-        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
+        name = _own(node, since)
+        if name is None:
             continue
-        name = node.name()
         if (name not in _FACTORS and name not in _LINEAR) or len(nodes) > _MOST:
             all_of_it = False
             continue
         made = dict[int, int]()
-        for factor, at in _FACTORS.get(name, {}).items():
-            raw = getattr(node, f"_raw_saved_{factor}")
+        for factor, at in _FACTORS.get(name, ()):
+            raw = getattr(node, factor)
             hook = getattr(raw, "unpack_hook", None)
             if hook is None:
                 all_of_it &= hasattr(raw, "unpack_hook")  # not in torch 2.6
@@ -194,7 +203,7 @@ def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | 
             else:
                 return False, None  # another hook's: what it keeps is not seen here
         ends |= name in _PRODUCTS
-        factors |= set(made.values())
+        factors.update(made.values())
         nodes += [following for at, (following, _) in enumerate(node.next_functions) if at not in made]
     return ends, factors if all_of_it else None
 
@@ -202,12 +211,13 @@ def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | 
 def _by_a_library(y: Any, since: int) -> bool:
     """Whether the block has kernels of libraries, which may save what has no defined value: places of generators, workspaces."""
     nodes = {y.grad_fn} if isinstance(y, Tensor) else set()
-    left = list(nodes)
+    left = list[Any](nodes)
     while left:
         node = left.pop()
-        if node is None or node.name() == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
+        name = _own(node, since)
+        if name is None:
             continue
-        if any(word in node.name() for word in ("Attention", "Cudnn", "Miopen", "Rnn")):
+        if any(word in name for word in ("Attention", "Cudnn", "Miopen", "Rnn")):
             return True
         new = {following for following, _ in node.next_functions} - nodes
         nodes |= new
@@ -227,52 +237,78 @@ def _picked(
     output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
     `.data` is noticed, and those are to whole tensors.
     """
-    copies = bool(call.parts.statistics) and any(isinstance(m, _InstanceNorm) for m in call.parts.modules)
+    copies = bool(call.parts.statistics) and call.parts.instance_norms
     if factors is None and copies:
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
     seen, picked = set[tuple[Any, ...]](), dict[int, int]()
     for index, t in enumerate(saved):
-        t = getattr(t, "_local_tensor", t)
-        aside = type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_quantized or t.is_meta
-        aside |= t.dim() == 1 and t.dtype == torch.uint8
-        # places of generators, which attention without dropout leaves undefined
-        aside |= t.dtype == torch.uint64 or (t.dim() == 0 and t.dtype == torch.int64)
-        where = _whereabouts(t)
-        factor = factors is None or index in factors
-        if (not factor and (copies or where[0] in held)) or not where[0]:
+        t, factor = _local(t), factors is None or index in factors
+        where = _whereabouts(t) if _plain(t) and not t.is_meta else (-1, 1)
+        if not where[0] or (not factor and (copies or where[0] in held)):
             continue  # 0: memory that is let go and filled again from outside, as FSDP does with parameters
-        if aside and factor and not t.is_meta and (factors is not None or strict()):
-            return None
-        if t.numel() and not aside and where[0] not in known and (where, factor) not in seen:
+        if where[0] == -1 or t.is_quantized or _undefined(t):
+            if factor and not t.is_meta and (factors is not None or strict()):
+                return None
+        elif where[1] and where[0] not in known and (where, factor) not in seen:
             seen.add((where, factor))
             picked[index] = t.numel() if factor and where[0] not in held else _START
     return picked
 
 
+def _local(t: Tensor) -> Tensor:
+    """What is here of a tensor that is in pieces on several devices; else itself."""
+    return t if type(t) is Tensor else getattr(t, "_local_tensor", t)
+
+
+def _plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, Parameter) and t.layout is torch.strided
+
+
+def _undefined(t: Tensor) -> bool:
+    """Whether it may be a library's: bytes in a row, or the place of a generator, which attention without dropout leaves undefined."""
+    dtype = t.dtype
+    if dtype.is_floating_point:
+        return False
+    return dtype == torch.uint64 or (dtype == torch.uint8 and t.dim() == 1) or (dtype == torch.int64 and t.dim() == 0)
+
+
 def _whereabouts(t: Tensor) -> tuple[Any, ...]:
     """Address and bytes; with gaps, or with elements in several places, also how it lies there."""
-    t = getattr(t, "_local_tensor", t)
-    if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or t.is_meta:
-        return -1, 1
-    span = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return (t.data_ptr(), t.nbytes) if span == t.numel() else (t.data_ptr(), t.nbytes, t.shape, t.stride())
+    where = t.data_ptr(), t.nbytes
+    return where if _dense(t) else (*where, t.shape, t.stride())
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether it lies in memory without gaps."""
+    if t.is_contiguous():
+        return True
+    return t.numel() == 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     """Where tensors are, those that have values of their own."""
-    plain = (t for t in tensors if t is not None and type(t) in (Tensor, Parameter) and t.layout == torch.strided)
-    return {t.data_ptr() for t in plain if not t.is_meta}
+    return {t.data_ptr() for t in tensors if t is not None and _plain(t)}
 
 
 def _start(t: Tensor, most: int) -> Tensor:
     """At most so many elements of a tensor; the first in memory, if it lies there without gaps: no copy is made of them."""
-    if t.is_contiguous() or len(_whereabouts(t)) == 2:
-        return t.as_strided((min(t.numel(), most),), (1,))
+    if _dense(t):
+        size = t.numel()
+        return t if size <= most and t.stride() == (1,) else t.as_strided((min(size, most),), (1,))
     while t.numel() > most and t.dim() > 1:
         t = t[0]
     return t[:most] if t.dim() == 1 else t
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """Its values as bytes in a row."""
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
+    if t.stride() != (1,):
+        t = t.contiguous().as_strided((t.numel(),), (1,))
+    return t.view(torch.uint8)
 
 
 class Noted(Held):
