@@ -106,6 +106,21 @@ def test_explicit_solvers_ask_nothing_of_torchdiffeq(monkeypatch: pytest.MonkeyP
     block(torch.randn(2, 3)).sum().backward()
 
 
+class Timed(NeuralODE):
+    """ẋ = f(x) + t²"""
+
+    def derivative(self, t: Tensor, state: Tensor) -> Tensor:
+        return super().derivative(t, state) + t**2
+
+
+@pytest.mark.parametrize("solver", EXPLICIT)
+def test_explicit_solvers_tell_the_time(solver: str) -> None:
+    f, x = Mlp(3, 5).double(), torch.randn(4, 3, **DOUBLE)
+    ours, theirs = (Timed(f, solver=solver, steps=3, gradient=g, horizon=0.8) for g in ("direct", "adjoint"))
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours.inverse(x), theirs.inverse(x), rtol=1e-12, atol=1e-13)
+
+
 def test_scipys_solver_through_torchdiffeq() -> None:
     f, x = Mlp(3, 5).double(), torch.randn(2, 3, **DOUBLE)
     block = NeuralODE(f, solver="scipy_solver", options={"solver": "LSODA"}, gradient="direct")

@@ -280,3 +280,23 @@ def test_the_form_is_named() -> None:
     assert "form='relu'" in repr(net)
     with pytest.raises(ValueError, match="'relu'"):
         rg.MomentumNet([Mlp()], form="gelu")
+
+
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
+@pytest.mark.parametrize("gamma", [0.9, 0.999])
+def test_small_gradients_of_float16_are_not_lost(form: str, gamma: float) -> None:
+    """What is carried is (1 − γ) times a gradient, which float16 would round to 0."""
+    f, start = [nn.Linear(16, 16).half() for _ in range(4)], torch.randn(8, 16).half()
+
+    def moved(x: Tensor, y: Tensor) -> Tensor:
+        return {"branch": y, "block": y - x, "relu": (x + y).relu() - x}[form]
+
+    x, exact = start.clone().requires_grad_(), start.double().requires_grad_()
+    y = rg.MomentumNet(f, gamma, form=form)(x)
+    y.backward(torch.full_like(y, 1e-5))
+    z, v = exact, torch.zeros_like(exact)
+    for linear in f:
+        v = gamma * v + (1 - gamma) * moved(z, nn.functional.linear(z, linear.weight.double(), linear.bias.double()))
+        z = z + v
+    z.backward(torch.full_like(z, 1e-5))
+    assert (x.grad.double() - exact.grad).norm() <= 0.02 * exact.grad.norm()

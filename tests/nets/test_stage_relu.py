@@ -303,9 +303,8 @@ def test_pruned_blocks_and_fewer_of_them(masks: list[bool]) -> None:
     for form in ("block", None):
         net = small(form, memory="reverse")
         prune.l1_unstructured(net.layer2[3].conv2, "weight", 0.5)
-        momentum = inner(net)
-        del momentum.blocks[-2]
-        momentum.gamma = 0.5
+        del net.layer2[-2]
+        net.layer2.momentum.gamma = 0.5
         masks.clear()
         found.append(step(net))
     assert masks == [True] * 7
@@ -397,3 +396,32 @@ def test_a_bit_an_element_and_block_is_held_besides() -> None:
         net = MomentumStage([BasicBlock(8, 8) for _ in range(8)], 0.9, form=form, memory="reverse")
         held[form] = rg.measure(net, torch.randn(16, 8, 16, 16), repeats=1).held
     assert held["relu"] - held["block"] == pytest.approx(8 * 16 * 8 * 16 * 16 / 8, rel=0.02)
+
+
+def test_a_deep_stage_stays_of_one_size() -> None:
+    """A bit an element and block would be more than x and v."""
+    forms = {n: thin_resnet(6 * n + 2, gamma=0.9).layer1.momentum.recurrence.form for n in (64, 65)}
+    assert forms == {64: "relu", 65: "block"}
+    assert thin_resnet(6 * 65 + 2, gamma=0.9, form="relu").layer1.momentum.recurrence.form == "relu"
+
+
+@pytest.mark.parametrize("form", ["block", "relu"])
+def test_an_exchanged_block_is_the_one_that_runs(form: str) -> None:
+    x, stage = torch.randn(2, 4, 5, 5), MomentumStage([BasicBlock(4, 4) for _ in range(3)], 0.9, form=form)
+    stage(x)
+    stage[1] = BasicBlock(4, 4)
+    other = MomentumStage(list(stage), 0.9, form=form)
+    assert torch.equal(stage(x), other(x))
+    stage.append(BasicBlock(4, 4))
+    with pytest.raises(ValueError, match="has 4 blocks now"):
+        stage(x)
+    stage.momentum.gamma = 0.9
+    assert torch.equal(stage(x), MomentumStage(list(stage), 0.9, form=form)(x))
+
+
+def test_evaluation_has_a_range_of_its_own() -> None:
+    stage = MomentumStage([BasicBlock(4, 4) for _ in range(3)], 0.9)
+    stage(torch.randn(2, 4, 5, 5))
+    stage.eval()
+    stage(1e4 * torch.randn(2, 4, 5, 5))  # beyond what training was seen to need
+    stage.train()(torch.randn(2, 4, 5, 5)).sum().backward()

@@ -83,25 +83,27 @@ class _OdeBlock(nn.Module):
 
     def flow(self, state: tuple[Tensor, ...], back: bool = False) -> tuple[Tensor, ...]:
         """The state at T from that at 0, or the other way round."""
-        if (
-            self.gradient == "direct"
-            and self.solver in EXPLICIT
-            and self.options.keys() == {"step_size"}
-            and self.steps
-        ):
-            return self._explicit(state, (-1 if back else 1) * self.horizon / self.steps)
+        if self._explicit():
+            return self._stepped(state, back)
         times = self._times(state[0])
         solved = self.solve(state if len(state) > 1 else state[0], times.flip(0) if back else times)
         return tuple(part[-1] for part in (solved if len(state) > 1 else (solved,)))
 
-    def _explicit(self, state: tuple[Tensor, ...], h: float) -> tuple[Tensor, ...]:
+    def _explicit(self) -> bool:
+        own = self.gradient == "direct" and self.solver in EXPLICIT and type(self).solve is _OdeBlock.solve
+        return own and self.steps is not None and self.options == {"step_size": self.horizon / self.steps}
+
+    def _stepped(self, state: tuple[Tensor, ...], back: bool) -> tuple[Tensor, ...]:
         """The steps of an explicit solver: nothing is asked of the device, so that a CUDA graph can be made of them."""
-        (stages, last), start = EXPLICIT[self.solver], state[0].new_zeros(())  # no derivative here depends on t
-        for _ in range(self.steps or 0):
+        steps, (stages, last) = self.steps or 1, EXPLICIT[self.solver]
+        h = (-1 if back else 1) * self.horizon / steps
+        for step in range(steps):
+            start = (self.horizon if back else 0.0) + step * h
             slopes: list[tuple[Tensor, ...]] = []
             for weights in stages:
                 at = _moved(state, slopes, weights, h)
-                slope = self.derivative(start, at if len(at) > 1 else at[0])
+                t = torch.full((), start + sum(weights) * h, dtype=at[0].dtype, device=at[0].device)
+                slope = self.derivative(t, at if len(at) > 1 else at[0])
                 slopes.append(slope if len(at) > 1 else (slope,))
             state = _moved(state, slopes, last, h)
         return state

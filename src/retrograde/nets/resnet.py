@@ -18,11 +18,12 @@ paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one lin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..stack.rectified import rectified
+from ..stack.rectified import DEEPEST, rectified
 from .inputs import choice, whole
 from .momentum import MomentumNet, RectifiedNet
 
@@ -84,7 +85,7 @@ class MomentumStage(nn.Sequential):
         gamma: γ.
         form: "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
             same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
-            are proved to compute that, else "block".
+            are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
@@ -97,7 +98,7 @@ class MomentumStage(nn.Sequential):
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
             )
-        rectifies = form != "block" and other is None
+        rectifies = form == "relu" or (form is None and other is None and len(kept) <= DEEPEST)
         net = None
         if kept:
             net = (
@@ -105,10 +106,21 @@ class MomentumStage(nn.Sequential):
             )
         self.__dict__["momentum"] = net  # not as a submodule: the blocks are, already
 
+    @property
+    def momentum(self) -> MomentumNet | None:
+        """The network of the blocks that keep their shape, as these are now; None if there are none."""
+        net = self.__dict__["momentum"]
+        if net is not None:
+            kept = list(self)[self.first :]
+            if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
+                net.blocks = nn.ModuleList(kept)
+            net.training = self.training  # train() and eval() do not reach it
+        return net
+
     def forward(self, x: Tensor) -> Tensor:
         for block in list(self)[: self.first]:
             x = block(x)
-        net = self.__dict__["momentum"]
+        net = self.momentum
         return x if net is None else net(x)
 
 

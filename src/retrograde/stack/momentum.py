@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ class Recurrence:
     gammas: tuple[Fraction, ...]
     form: str  # one of FORMS
     narrow: bool = False  # x and v are held in 16 bits
+
+    def __reduce__(self) -> Any:
+        return Recurrence, (self.gammas, self.form, self.narrow)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a pickle that held what follows from the fields, too: as it was worked out then."""
+        self.__dict__.update({name: state[name] for name in ("gammas", "form", "narrow") if name in state})
 
     @cached_property
     def factors(self) -> list[tuple[int, int, float, float]]:
@@ -105,9 +113,8 @@ class Momentum:
         self.watch = torch.zeros(len(recurrence.gammas) + 1, 4, dtype=torch.float32, device=x0.device)[:, :2]
         self.rows = self.watch.unbind()
         self.thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
-        self.gradient = (
-            x0.dtype if x0.dtype.itemsize < 4 else fixed.work
-        )  # the dtype that plain autograd hands gradients on in
+        # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
+        self.gradient = x0.dtype if x0.dtype == torch.bfloat16 else fixed.work
         self.blank = torch.zeros((), dtype=self.gradient, device=x0.device).expand(x0.shape)
         self.scale, self.guard = 2.0 ** (fixed.bits + fixed.guard), fixed.guard
         self.ops = bodies(x0)

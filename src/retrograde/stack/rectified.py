@@ -251,6 +251,11 @@ def rectified(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     return trace.branch
 
 
+DEEPEST = 64
+"""Blocks of a stage up to which the steps form the relu unless they are told to: its bits, one an element and block that stay from
+forward to backward, are no more than x and v take. A deeper stage would not be of one size whatever its depth."""
+
+
 class Rectified:
     """A block of relu(x + f(x)) in one pass: f alone, or all of it where f is not to be had.
 
