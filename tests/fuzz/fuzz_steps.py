@@ -25,7 +25,13 @@ import retrograde as rg
 
 Found = dict[str, Tensor]
 
-KNOWN: tuple[tuple[str, str, str], ...] = ()
+KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        "grad",
+        "changed a tensor in place that autograd had saved",
+        "plain autograd refuses as well, but only if that gradient is asked for; a replay is refused in forward",
+    ),
+)
 """Refusals to be put up with for now: program, what the error says, why."""
 
 

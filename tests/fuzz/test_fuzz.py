@@ -1,5 +1,6 @@
 """Random networks for a while, and every failure that fuzzing ever found."""
 
+from dataclasses import replace
 from itertools import count
 
 import fuzz_blocks
@@ -158,3 +159,10 @@ def test_optimizer_in_backward_of_the_plain_network(converted: bool) -> None:
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(update)
     net(torch.randn(3, 8)).square().sum().backward()
+
+
+def test_a_saved_tensor_that_is_written_to_is_refused_before_its_gradient_is_asked_for() -> None:
+    """Seed 500170: autograd refuses too, but not where that gradient is left out."""
+    case = draw(500170)
+    assert compared(case)[0] == "known"
+    assert compared(replace(case, program="backward"))[0] == "refused"
