@@ -25,11 +25,17 @@ import retrograde as rg
 
 Found = dict[str, Tensor]
 
+_WRITTEN = "changed a tensor in place that autograd had saved"
 KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         "grad",
-        "changed a tensor in place that autograd had saved",
+        _WRITTEN,
         "plain autograd refuses as well, but only if that gradient is asked for; a replay is refused in forward",
+    ),
+    (
+        "offload",
+        _WRITTEN,
+        "plain autograd refuses as well, but here it has saved copies on the CPU, which nobody writes to",
     ),
 )
 """Refusals to be put up with for now: program, what the error says, why."""

@@ -161,8 +161,9 @@ def test_optimizer_in_backward_of_the_plain_network(converted: bool) -> None:
     net(torch.randn(3, 8)).square().sum().backward()
 
 
-def test_a_saved_tensor_that_is_written_to_is_refused_before_its_gradient_is_asked_for() -> None:
-    """Seed 500170: autograd refuses too, but not where that gradient is left out."""
-    case = draw(500170)
+@pytest.mark.parametrize("seed", [500170, 506632])
+def test_a_saved_tensor_that_is_written_to_is_refused_before_its_gradient_is_asked_for(seed: int) -> None:
+    """Autograd refuses too, but not where that gradient is left out, or copies were saved."""
+    case = draw(seed)
     assert compared(case)[0] == "known"
     assert compared(replace(case, program="backward"))[0] == "refused"
