@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # run the Triton kernels on CPU tensors
@@ -16,3 +17,20 @@ torch.set_num_threads(1)  # small tensors: threads only get in each other's way
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step with gradients: whether it formed a relu."""
+    from retrograde.stack.momentum import Momentum  # not before the interpreter is chosen
+
+    made: list[bool] = []
+    mask = Momentum.mask
+
+    def noted(self: Momentum, k: int) -> Tensor | None:
+        found = mask(self, k)
+        made.append(found is not None)
+        return found
+
+    monkeypatch.setattr(Momentum, "mask", noted)
+    return made

@@ -17,7 +17,6 @@ import retrograde as rg
 from retrograde.convert.convert import look, stages_of
 from retrograde.extras import require
 from retrograde.nets.resnet import resnet, thin_resnet
-from retrograde.stack.momentum import Momentum
 from retrograde.stack.rectified import rectified
 
 with warnings.catch_warnings():
@@ -66,21 +65,6 @@ def step(model: nn.Module, x: Tensor = IMAGE, seed: int = 3) -> list[Tensor]:
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step with gradients: whether it formed a relu."""
-    made: list[bool] = []
-    mask = Momentum.mask
-
-    def noted(self: Momentum, k: int) -> Tensor | None:
-        found = mask(self, k)
-        made.append(found is not None)
-        return found
-
-    monkeypatch.setattr(Momentum, "mask", noted)
-    return made
 
 
 class Block(nn.Module):

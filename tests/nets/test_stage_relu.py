@@ -16,7 +16,6 @@ import retrograde as rg
 from problems import assert_same_bits, train_step
 from retrograde.nets.momentum import RectifiedNet
 from retrograde.nets.resnet import BasicBlock, Bottleneck, MomentumStage, ResNet, momentum_resnet, thin_resnet
-from retrograde.stack.momentum import Momentum
 from retrograde_experiments.train.learner import compile_blocks, momentum_nets, ranges, set_gamma, set_ranges
 
 MODES = ["store", "checkpoint", "reverse", "auto"]
@@ -63,21 +62,6 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The distance of all gradients."""
     names = [name for name in ours if name != "output" and not name.startswith("buffer")]
     return float(torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).norm())
-
-
-@pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step with gradients: whether it formed a relu."""
-    made: list[bool] = []
-    mask = Momentum.mask
-
-    def noted(self: Momentum, k: int) -> Tensor | None:
-        found = mask(self, k)
-        made.append(found is not None)
-        return found
-
-    monkeypatch.setattr(Momentum, "mask", noted)
-    return made
 
 
 # the same network ------------------------------------------------------------------------------------------------------
@@ -425,3 +409,26 @@ def test_evaluation_has_a_range_of_its_own() -> None:
     stage.eval()
     stage(1e4 * torch.randn(2, 4, 5, 5))  # beyond what training was seen to need
     stage.train()(torch.randn(2, 4, 5, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("form", ["block", "relu"])
+def test_a_copy_with_other_blocks_leaves_the_original_alone(form: str) -> None:
+    """As replicas are made, each for a thread of its own."""
+    x, stage = torch.randn(2, 4, 5, 5), MomentumStage([BasicBlock(4, 4) for _ in range(3)], 0.9, form=form)
+    net, replica = stage.momentum, stage._replicate_for_data_parallel()
+    for k, block in enumerate(stage):
+        replica._modules[str(k)] = BasicBlock(4, 4)
+        assert replica[k] is not block
+    wanted = MomentumStage(list(replica), 0.9, form=form)
+    assert torch.equal(replica(x), wanted(x))
+    assert list(net.blocks) == list(stage)
+    assert stage.momentum is net
+    assert list(replica.momentum.blocks) == list(replica)
+
+
+def test_a_copy_keeps_its_range() -> None:
+    stage = MomentumStage([BasicBlock(4, 4) for _ in range(3)], 0.9)
+    stage(torch.randn(2, 4, 5, 5))
+    copied = copy.deepcopy(stage)
+    assert copied.momentum.range.fixed == stage.momentum.range.fixed != {}
+    assert list(copied.momentum.blocks) == list(copied)

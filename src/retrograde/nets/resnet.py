@@ -17,6 +17,7 @@ paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one lin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -104,13 +105,19 @@ class MomentumStage(nn.Sequential):
             net = (
                 RectifiedNet(kept, gamma, **options) if rectifies else MomentumNet(kept, gamma, form="block", **options)
             )
-        self.__dict__["momentum"] = net  # not as a submodule: the blocks are, already
+        self.__dict__["momentum"], self.owner = net, id(self)  # not as a submodule: the blocks are, already
 
     @property
     def momentum(self) -> MomentumNet | None:
         """The network of the blocks that keep their shape, as these are now; None if there are none."""
         net = self.__dict__["momentum"]
         if net is not None:
+            if self.__dict__.get("owner") != id(
+                self
+            ):  # a copy that shares it (a replica, say) would run another's blocks
+                rest = [module for module in net.modules() if module not in (net, net.blocks)]
+                net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
+                self.owner = id(self)
             kept = list(self)[self.first :]
             if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
                 net.blocks = nn.ModuleList(kept)
