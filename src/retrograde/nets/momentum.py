@@ -29,7 +29,7 @@ from ..stack.forward import Forward, Like
 from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
-from ..stack.rectified import Rectified, whole
+from ..stack.rectified import whole
 from ..stack.residual import grouped, residual
 from ..stack.timeline import Track
 from ..stack.uncompiled import uncompiled
@@ -344,30 +344,6 @@ class MomentumNet(nn.Module):
             f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
             f"fraction_bits={self.fraction_bits!r}, verify={self.verify!r}"
         )
-
-
-class RectifiedNet(MomentumNet):
-    """A momentum network of blocks that compute relu(x + f(x)): the steps ask them for f and form the sum and the relu, as with
-    form="relu". A block that is not, or no longer, proved to be one, or has hooks, runs as it is (`stack.rectified`).
-
-    >>> from retrograde.nets.resnet import BasicBlock
-    >>> net = RectifiedNet([BasicBlock(4, 4) for _ in range(3)], gamma=0.5)
-    >>> net.form, net.recurrence.form
-    ('block', 'relu')
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, **options: Any) -> None:
-        super().__init__(blocks, gamma, form="block", **options)
-
-    @property
-    def _form_of_steps(self) -> str:
-        return "relu"
-
-    def _groups(self) -> tuple[Any, ...]:
-        groups = super()._groups()
-        if self.recurrence.form != "relu" or not any(self.recurrence.gammas):
-            return groups
-        return tuple(map(Rectified, groups))
 
 
 def _itself(t: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..stack.rectified import DEEPEST, rectified
 from .inputs import choice, whole
-from .momentum import MomentumNet, RectifiedNet
+from .momentum import MomentumNet
+from .rectified import RectifiedNet
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
