@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from retrograde.core.fixedpoint import FixedPoint
-from retrograde.stack.calibrate import Range
+from retrograde.settle import settle
+from retrograde.stack.calibrate import Range, holders
 
 from .errors import ExperimentError
 from .metrics import write_atomic, writing
@@ -76,13 +77,12 @@ class Checkpoint:
 
 def state_of(net: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and fixed-point ranges, for `save`."""
-    for _, held in _ranges(net):
-        held.later.settle()  # on an accelerator the last passes may not have been looked at yet
-    ranges = {
+    settle(net)  # on an accelerator the last passes may not have been looked at yet
+    kept = {
         name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
         for name, held in _ranges(net)
     }
-    return {"parameters": net.state_dict(), "ranges": ranges}
+    return {"parameters": net.state_dict(), "ranges": kept}
 
 
 def restore(net: nn.Module, state: dict[str, Any]) -> None:
@@ -95,10 +95,7 @@ def restore(net: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
-    for name, module in net.named_modules():
-        hidden = module.__dict__.get("momentum")  # a MomentumStage keeps its network out of the module tree
-        for held in (getattr(module, "range", None), getattr(hidden, "range", None)):
-            if isinstance(held, Range):
-                yield name, held
-                if held.other is not None:
-                    yield f"{name}, evaluation", held.other
+    for name, part in holders(net):
+        yield name, part.range
+        if part.range.other is not None:
+            yield f"{name}, evaluation", part.range.other

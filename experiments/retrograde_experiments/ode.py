@@ -26,7 +26,7 @@ from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
 from .style import canvas
-from .train.graphed import Loss, graphed
+from .train.graphed import Graphed
 from .train.learner import fast
 from .train.schedule import rate_at
 from .train.setting import Recipe
@@ -43,7 +43,10 @@ class Config:
     blocks: int = 10
     groups: int = 32  # of GroupNorm, at most: 32 normalises every channel by itself here, 1 all together
     eps: float = 1.0
-    velocity: str = "first"
+    velocity: str = "first"  # v₀: "first" for f(x₀), "zero"
+    carried: bool = (
+        False  # whether a block starts with the velocity that the one before it ended with; else each with v₀
+    )
     solver: str = "rk4"
     steps: int = 2
     gradient: str = "adjoint"
@@ -123,12 +126,21 @@ class Side(nn.Module):
 
         self.stem = nn.Sequential(conv(colours, 3), norm(), nn.ReLU(), conv(c, 4, 2), norm(), nn.ReLU(), conv(c, 4, 2))
         self.blocks = nn.Sequential(*([] if order == "none" else [block() for _ in range(config.blocks)]))
+        self.carried = order == "second" and config.carried
         self.head = nn.Sequential(norm(), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
         self.classify = nn.Conv1d(r * c, r * classes, 1, groups=r)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.classify(self.head(self.blocks(self.stem(x))).flatten(2))
+        scores = self.classify(self.head(self._flow(self.stem(x))).flatten(2))
         return scores.unflatten(1, (self.repeats, -1)).squeeze(-1).transpose(0, 1)
+
+    def _flow(self, x: Tensor) -> Tensor:
+        if not self.carried:
+            return self.blocks(x)
+        v = None
+        for block in self.blocks:
+            x, v = block.encode(x, v)
+        return x
 
 
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
@@ -149,22 +161,23 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
         done, curve = saved["done"], saved["curve"]
     context.progress.steps(config.epochs * steps, done)
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return config.repeats * cross_entropy(net(x).flatten(0, 1), y.flatten())  # their sum
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        loss = config.repeats * cross_entropy(net(x).flatten(0, 1), y.flatten())  # their sum
+        loss.backward()
+        return loss.detach()
 
+    explicit = config.gradient == "direct" and config.solver in EXPLICIT
+    step = Graphed(both, list(net.parameters()), graph=device.type == "cuda" and explicit)
     with fast(device):
-        step: Loss | None = None
         for epoch in range(done // steps, config.epochs):
             total = torch.zeros((), device=device)
             for batches in zip(*(source.epoch(epoch) for source in sources), strict=True):
                 for group in optimizer.param_groups:
                     group["lr"] = rate_at(recipe, done, steps)
                 x, y = torch.cat([x for x, _ in batches], 1).contiguous(), torch.stack([y for _, y in batches])
-                if step is None:
-                    explicit = config.gradient == "direct" and config.solver in EXPLICIT
-                    step = graphed(loss, x, y, list(net.parameters()), graph=device.type == "cuda" and explicit)
                 total, done = total + step(x, y) / config.repeats, done + 1
                 optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
                 context.progress.step()
             curve.append(total.item() / steps)
             if curve[-1] != curve[-1]:

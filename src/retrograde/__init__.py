@@ -13,8 +13,10 @@ from .convert import GammaWarmup, Plan, convert, plan, revert
 from .core.errors import RangeOverflow, ReplayError
 from .measure import measure
 from .nets.momentum import MomentumNet, State
+from .settle import settle
 
 __version__ = "0.1.0"
 __all__ = [
-    "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert", "theory",
+    "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert", "settle",
+    "theory",
 ]  # fmt: skip

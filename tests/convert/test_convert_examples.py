@@ -11,7 +11,10 @@ import pytest
 from retrograde.extras import require
 
 ROOT = Path(__file__).parents[2]
-SAYS = {"convert_own_loop": "in reverse", "convert_language_model": "gamma 9/10", "convert_resnet": "Bottleneck again"}
+SAYS = {
+    "convert_own_loop": "in reverse", "convert_language_model": "gamma 9/10", "convert_resnet": "Bottleneck again",
+    "cuda_graph": "graph",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAYS)

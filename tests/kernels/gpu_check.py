@@ -169,6 +169,101 @@ def graph_capture_of_a_training_step(device: str) -> str:
     return f"{same(*found)} parameters" + ("" if device == "cuda" else ", nothing captured: there is no GPU")
 
 
+class Drifting(nn.Module):
+    """Repeats itself as long as `by` is 0. Neither it nor `so_far` is a buffer, so nobody knows of them."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.linear, self.hidden = (
+            nn.Linear(8, 8),
+            {"by": torch.zeros((), device=device), "so_far": torch.ones((), device=device)},
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        so_far = self.hidden["so_far"]
+        return torch.tanh(self.linear(x)) * so_far.add_(self.hidden["by"]).clone()
+
+
+def graph_replays_are_judged(device: str) -> str:
+    """What goes wrong in a replay, which no host looks at, is raised by `settle` and by the next pass that is none."""
+    found = []
+    for kind in ("reverse", "checkpoint", "converted"):
+        blocks, x = [Drifting(device) for _ in range(10)], torch.randn(4, 8, device=device)
+        net = rg.convert(nn.Sequential(*blocks), stages=["*"], memory="reverse", fraction_bits=22) if kind == "converted" else (
+            rg.MomentumNet(blocks, memory=kind, fraction_bits=22)
+        )  # fmt: skip
+        net.to(device)
+        held = x.clone()
+
+        def step(net: nn.Module = net, held: Tensor = held) -> None:
+            net.zero_grad(set_to_none=False)
+            net(held).square().mean().backward()
+
+        again = in_graph(step, net) if device == "cuda" else step
+        for look in (lambda net=net: rg.settle(net), lambda net=net, x=x: (net(x), rg.settle(net))):
+            for spoil, error in (("drift", rg.ReplayError), ("range", rg.RangeOverflow)):
+                again()
+                look()  # nothing to say
+                by = blocks[4].hidden["by"]
+                raised = False
+                try:
+                    by.fill_(float(spoil == "drift"))
+                    held.copy_(x * (1e5 if spoil == "range" else 1))
+                    again()
+                    by.zero_()
+                    held.copy_(x)
+                    again()
+                    look()
+                except error:
+                    raised = True
+                assert raised, f"{kind}: {spoil} in a replay was not told"
+                by.zero_()
+                held.copy_(x)
+        found.append(kind)
+    return ", ".join(found) + ("" if device == "cuda" else "; nothing captured: there is no GPU")
+
+
+def graph_in_the_trainer(device: str) -> str:
+    """`retrograde train --graph`: the bits of the same steps one by one."""
+    if device != "cuda":
+        return "there is no GPU"
+    sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+    from retrograde_experiments.train.learner import Learner, momentum_nets
+    from retrograde_experiments.train.models import build
+    from retrograde_experiments.train.setting import Recipe
+
+    count, before = 0, torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        for gamma, amp, accumulate in ((0.9, "off", 1), (0.9, "bf16", 2), (0.9, "fp16", 1), (0.0, "bf16", 1)):
+            found, batches = (
+                [],
+                [
+                    (torch.randn(16, 3, 32, 32, device=device), torch.randint(10, (16,), device=device))
+                    for _ in range(9)
+                ],
+            )
+            for graph in (False, True):
+                torch.manual_seed(0)
+                net = build(
+                    "thin-resnet20", classes=10, channels=3, gamma=gamma, memory="auto" if gamma else "store"
+                ).to(device)
+                for _, part in momentum_nets(net):
+                    part.range.setting = 20  # one that follows the activations stands still in a graph
+                recipe = Recipe(
+                    epochs=1, batch=16, rate=0.1, schedule="constant", amp=amp, accumulate=accumulate, graph=graph
+                )
+                learner = Learner(net, recipe, steps=9)
+                for x, y in [*batches, (batches[0][0][:8], batches[0][1][:8]), batches[1]]:
+                    learner.step(x, y)
+                assert graph == (learner.both.graph is not None), "no graph was made"
+                found.append([torch.tensor(learner.loss()), *(t.clone() for t in net.state_dict().values())])
+            count += same(*found)
+    finally:
+        torch.backends.cudnn.deterministic = before
+    return f"{count} tensors"
+
+
 def in_graph(step: Callable[[], None], net: nn.Module) -> Callable[[], None]:
     """The step as a CUDA graph, the parameters being what they were before it was made."""
     before = [p.detach().clone() for p in net.parameters()]
@@ -233,7 +328,7 @@ def same(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> int
 CASES: tuple[Case, ...] = (
     steps_are_those_of_plain_torch, gradients_are_carried_as_in_plain_torch, hash_is_that_of_plain_torch,
     conv_mode_changes_no_bit, conv_relu_mode_changes_no_bit, transformer_mode_changes_no_bit,
-    graph_capture_of_a_training_step, unsteady_blocks_are_found,
+    graph_capture_of_a_training_step, graph_replays_are_judged, graph_in_the_trainer, unsteady_blocks_are_found,
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import retrograde as rg
 from retrograde.core.call import Extra
 from retrograde.nets import RevNet
+from retrograde.stack import calibrate, ledger
 from retrograde.stack import later as later_module
-from retrograde.stack import ledger
 from retrograde.stack.forward import Forward
 from retrograde.stack.proof import EVERY
 
@@ -54,6 +54,9 @@ class Event:
 
     def query(self) -> bool:
         return self.done
+
+    def synchronize(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -127,6 +130,81 @@ def test_an_accelerator_is_not_waited_for(kind: str, accelerator: type[Event]) -
     with pytest.raises(rg.ReplayError, match=WRONG.format("an earlier")):
         net(x)
     net(x).sum().backward()  # said once
+
+
+@pytest.fixture
+def capture(accelerator: type[Event], monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Have passes believe that they are captured in a CUDA graph while "on" is true; each of them then stands for a replay."""
+    state = {"on": False}
+    for module in (later_module, calibrate):
+        monkeypatch.setattr(module, "capturing", lambda x: state["on"])
+    return state
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_replays_of_a_graph_are_judged_by_the_next_pass_that_is_none(kind: str, capture: dict[str, bool]) -> None:
+    net, x = NETS[kind](), torch.randn(3, 8)
+    with torch.inference_mode():
+        net(x)
+    for _ in range(2):
+        net(x).sum().backward()
+    for look in (lambda: rg.settle(net), lambda: net(x)):
+        for scale in (1.0, 0.5, 1.0):  # the one in the middle is wrong, and not forgotten by the last
+            capture["on"] = True
+            y = net(x)
+            some_block(net).setting["scale"] = scale
+            y.sum().backward()
+            some_block(net).setting["scale"] = 1.0
+        capture["on"] = False
+        with pytest.raises(rg.ReplayError, match=WRONG.format("an earlier")) as raised:
+            look()
+        if "gamma 0" in kind:
+            assert {"gamma 0": "block 2", "converted, gamma 0": "2"}[kind] in str(raised.value)
+        rg.settle(net)  # said once
+        net(x).sum().backward()
+
+
+def test_replays_that_leave_the_range_are_told(capture: dict[str, bool]) -> None:
+    """As on an accelerator, where a pass does not look: NaN at once, the error later."""
+    net, x = momentum("reverse", overflow="nan"), torch.randn(3, 8)
+    net.overflow = "raise"
+    watch, told = torch.zeros(6, 2), []
+    later, judge = net.range.later, lambda t, when: told.append((t.clone(), when))
+    later.tell(watch, judge)
+    capture["on"] = True
+    for values in (1.0, float("nan"), 2.0):
+        later.tell(watch + values, judge)
+    later.collect(x)
+    assert not told
+    capture["on"] = False
+    rg.settle(net)
+    assert [when for _, when in told] == ["an earlier"] * 2
+    assert told[1][0].isnan().all()
+    rg.settle(net)
+    assert told[2][0].eq(0).all()  # nothing since
+
+
+@pytest.mark.parametrize("setting", ["auto", 22])
+def test_the_first_step_cannot_be_captured(setting: object, capture: dict[str, bool]) -> None:
+    net, x = rg.MomentumNet(blocks(5), memory="reverse", fraction_bits=setting), torch.randn(3, 8)
+    capture["on"] = True
+    with pytest.raises(RuntimeError, match="Run two or three steps like the one to be captured first"):
+        net(x).sum().backward()
+    capture["on"] = False
+    net(x).sum().backward()
+    capture["on"] = True
+    net(x).sum().backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize("verify", ["end", "blocks"])
+def test_what_asks_the_device_cannot_be_captured(memory: str, verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = momentum(memory, verify=verify), torch.randn(3, 8)
+    net(x).sum().backward()
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="Capture with verify='auto'"):
+        net(x)
 
 
 def test_what_is_under_way_is_not_copied(accelerator: type[Event]) -> None:

@@ -17,13 +17,18 @@ from torch.nn.functional import cross_entropy
 
 from retrograde.core.fixedpoint import FixedPoint
 from retrograde.nets.momentum import MomentumNet
-from retrograde.stack.calibrate import Range
+from retrograde.settle import settle
+from retrograde.stack.calibrate import holders as momentum_nets
 
 from ..data.batches import Source
+from ..errors import ExperimentError
+from .graphed import Graphed
 from .parallel import Alone, World
 from .schedule import rate_at
 from .setting import Recipe
 
+LOOK = 50
+"""Steps between two looks at what replays of a graph have met."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,6 +50,8 @@ class Learner:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if recipe.compile:
             compile_blocks(net)
+        if recipe.graph:
+            self._check_graph()
         self.wrapped = self.world.wrap(net)
         self.optimizer = torch.optim.SGD(
             decaying(net, recipe), lr=recipe.rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
@@ -52,6 +59,7 @@ class Learner:
         )  # fmt: skip
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
         self.average = [p.detach().clone() for p in net.parameters()] if recipe.ema else []
+        self.both = Graphed(self._both, list(net.parameters()), lambda: _setting(net), recipe.graph)
         self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # losses since last asked, and how many
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -63,19 +71,34 @@ class Learner:
         parts = self.recipe.accumulate
         for k, (xk, yk) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             with self.world.sync(self.wrapped, k == parts - 1):
-                with self._autocast():
-                    loss = cross_entropy(self._forward(xk), yk, label_smoothing=self.recipe.smoothing) / parts
-                self.scaler.scale(loss).backward()
-            self.window[0] += loss.detach()
+                self.window[0] += self.both(xk, yk)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.recipe.graph)
         self.window[1] += 1
         self.done += 1
+        if self.recipe.graph and self.done % LOOK == 0:
+            settle(self.net)  # a graph's range stands still: see that it still fits, or have it made anew
         if self.average:
             with torch.no_grad():
                 for average, parameter in zip(self.average, self.net.parameters(), strict=True):
                     average.lerp_(parameter, 1 - self.recipe.ema)
+
+    def _check_graph(self) -> None:
+        if self.device.type != "cuda" or self.world.size > 1:
+            where = (
+                "on a CPU" if self.device.type == "cpu" else f"over {self.world.size} processes on {self.device.type}"
+            )
+            raise ExperimentError(
+                f"--graph makes CUDA graphs of one process's steps, and cannot {where}: leave it out."
+            )
+
+    def _both(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward and backward of one part of a batch; its share of the loss."""
+        with self._autocast():
+            loss = cross_entropy(self._forward(x), y, label_smoothing=self.recipe.smoothing) / self.recipe.accumulate
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def loss(self) -> float:
         """The mean training loss since the last call."""
@@ -152,6 +175,11 @@ class Learner:
             parameter.copy_(value)
 
 
+def _setting(net: nn.Module) -> list[Any]:
+    """What a step depends on besides tensors: mode, γ and the fixed-point ranges."""
+    return [net.training, *((getattr(p, "recurrence", None), dict(p.range.fixed)) for _, p in momentum_nets(net))]
+
+
 def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """The parameters, in their order where all decay; else those of more than one dimension first, and the others, which do not."""
     every = list(net.parameters())
@@ -161,21 +189,12 @@ def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": others, "weight_decay": 0.0}]
 
 
-def momentum_nets(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The parts of a network that keep their state in fixed point, by name."""
-    for name, module in net.named_modules():
-        hidden = module.__dict__.get("momentum")  # a MomentumStage keeps its network out of the module tree
-        for found in (module, hidden):
-            if isinstance(getattr(found, "range", None), Range):
-                yield name, found
-
-
 def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
     """The fixed-point ranges in use."""
+    settle(net)  # on an accelerator the last passes may not have been looked at yet
     kept = {}
     for name, found in momentum_nets(net):
         held = found.range
-        held.later.settle()  # on an accelerator the last passes may not have been looked at yet
         kept[name] = [[str(dtype).removeprefix("torch."), f.bits, f.guard] for dtype, f in held.fixed.items()]
     return kept
 

@@ -36,7 +36,7 @@ from .schedule import rate_at
 from .setting import Setting, fixed, parse
 
 SETTING = "setting.json"
-LATER = {"decay": "all"}  # settings that folders of earlier versions do not name, and what they were
+LATER = {"decay": "all", "graph": False}  # settings that folders of earlier versions do not name, and what they were
 
 
 def train(setting: Setting, shown: bool = True) -> dict[str, float]:

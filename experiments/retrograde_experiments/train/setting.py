@@ -45,6 +45,7 @@ class Recipe:
     amp: str = _option("off", "automatic mixed precision", *AMP)
     channels_last: bool = _option(False, "memory format of images and convolutions")
     compile: bool = _option(False, "torch.compile the network (momentum networks: each block)")
+    graph: bool = _option(False, "forward and backward as one CUDA graph, for networks that cannot keep a GPU busy")
     accumulate: int = _option(1, "parts that a batch is taken in, one after the other")
     ema: float = _option(0.0, "decay of an exponential moving average of the weights, which is then evaluated; 0: off")
 
@@ -57,6 +58,8 @@ class Recipe:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
         if self.batch % self.accumulate:
             raise ValueError(f"batch must be a multiple of accumulate; got {self.batch} and {self.accumulate}.")
+        if self.graph and self.compile:
+            raise ValueError("graph and compile are not to be used together: leave one of them out.")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be from 0 (off) to below 1; got {self.ema}.")
 

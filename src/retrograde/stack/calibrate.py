@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
 from .headroom import HEADROOM, calibrated, follow
-from .later import Later
+from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
 
@@ -55,6 +55,15 @@ def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
         for own, hooks in kept:
             own.clear()
             own.update(hooks)
+
+
+def holders(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parts of a network that keep their state in fixed point, by name; each has a `range`."""
+    for name, module in net.named_modules():
+        hidden = module.__dict__.get("momentum")  # a MomentumStage keeps its network out of the module tree
+        for part in (module, hidden):
+            if isinstance(getattr(part, "range", None), Range):
+                yield name, part
 
 
 def several_processes() -> bool:
@@ -125,6 +134,8 @@ class Range:
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         fixed = self.fixed.get(dtype)
+        if fixed is None and capturing(x):
+            raise RuntimeError(WARM_UP)
         if fixed is not None and (over := self._outgrown(x, fixed)):
             if not several_processes():
                 return None

@@ -1,4 +1,8 @@
-"""What is to be said of values on an accelerator once they are known: no pass waits for them, the next one says it."""
+"""What is to be said of values on an accelerator once they are known: no pass waits for them, the next one says it.
+
+A pass in a CUDA graph is run by the host but once, when it is captured. Its replays add what there is to be said to memory outside of
+the graph, and the next pass that is not one of them, or `settle`, says it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,24 @@ Then = Callable[[Tensor, str], None]
 """Judges values, and may raise; told of which pass they are: "this" or "an earlier"."""
 
 
+WARM_UP = (
+    "a CUDA graph cannot be made of a network's first step: its range and its checks are not set up yet. Run two or three steps like "
+    "the one to be captured first, on a side stream, as torch.cuda.graph asks for anyway."
+)
+
+
 def capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being made of what is done to x."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_capturable(verify: str) -> None:
+    """Raise if the device is to be asked, by this way of checking, while a CUDA graph is captured."""
+    if verify in ("end", "blocks") and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"verify={verify!r} looks at every backward pass before it goes on, which a CUDA graph cannot. Capture with verify='auto', "
+            "and call retrograde.settle(model) between replays."
+        )
 
 
 def event_on(device: torch.device) -> Any:
@@ -32,32 +51,56 @@ class Later:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Tensor, Any, Then]] = []
+        self.rooms: dict[Any, Tensor] = {}  # for replays of graphs, by what is told; zero before them
+        self.captured: dict[Any, Then] = {}
 
-    def tell(self, t: Tensor, then: Then) -> None:
-        """Judge t: at once, or on an accelerator when a later pass finds it fetched."""
+    def tell(self, t: Tensor, then: Then, of: Any = None) -> None:
+        """Judge t: at once, or on an accelerator when a later pass finds it fetched. `of`: what it is of, in every pass the same."""
         if type(t) is not Tensor or t.is_meta:  # without values
             return
-        if capturing(t):  # the host must not look, and what it would see is of no later pass
+        kind = t.shape, t.dtype, t.device, getattr(then, "func", then), of
+        if capturing(t):  # the host cannot look
+            if kind not in self.rooms:
+                raise RuntimeError(WARM_UP)
+            torch.maximum(self.rooms[kind], t, out=self.rooms[kind])
+            self.captured[kind] = then
             return
-        fetched = t if t.device.type == "cpu" else t.to("cpu", non_blocking=True)
-        event = event_on(t.device)
-        if event is None:
-            then(fetched, "this")
-        else:
-            self.waiting.append((fetched, event, then))
+        if self._fetch(t, then) and kind not in self.rooms:
+            with torch.inference_mode(False):  # for passes of any kind
+                self.rooms[kind] = torch.zeros_like(t)
 
     def collect(self, x: Tensor) -> None:
         """At the start of a pass on x: judge what has been fetched."""
-        while self.waiting and not capturing(x) and self.waiting[0][1].query():
+        if capturing(x):
+            return
+        self._look()
+        while self.waiting and self.waiting[0][1].query():
             values, _, then = self.waiting.pop(0)
             then(values, "an earlier")
 
     def settle(self) -> None:
         """Judge all of it now, waiting for the device."""
+        self._look()
         while self.waiting:
             values, event, then = self.waiting.pop(0)
             event.synchronize()
             then(values, "an earlier")
+
+    def _look(self) -> None:
+        """At what replays have left."""
+        for kind, then in self.captured.items():
+            self._fetch(self.rooms[kind].clone(), then)
+            self.rooms[kind].zero_()
+
+    def _fetch(self, t: Tensor, then: Then) -> bool:
+        """Have t on its way to be judged; where values are known at once, judge it: whether it is on its way."""
+        fetched = t if t.device.type == "cpu" else t.to("cpu", non_blocking=True)
+        event = event_on(t.device)
+        if event is None:
+            then(fetched, "this")
+            return False
+        self.waiting.append((fetched, event, then))
+        return True
 
     def __reduce__(self) -> Any:
         return Later, ()

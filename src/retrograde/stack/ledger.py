@@ -20,7 +20,7 @@ from ..core.call import WHEN_NOT_REPEATED, Call
 from ..core.errors import ReplayError
 from ..core.verify import digest
 from .kept import Held
-from .later import Later
+from .later import Later, check_capturable
 from .thread import SameThread
 
 _START = 4096  # elements of a tensor that is not hashed whole
@@ -58,6 +58,7 @@ class Ledger:
     """
 
     def __init__(self, blocks: int, device: torch.device, verify: str, later: Later) -> None:
+        check_capturable(verify)
         self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
         self.strict, self.parameters, self.before = verify != "auto", list[Tensor](), dict[int, Gradients]()
         self.noted = torch.zeros(
@@ -139,7 +140,8 @@ class Ledger:
 
     def _end(self, task: int) -> None:
         left, _, _ = self.left.pop(task)
-        self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names))
+        names = tuple(self.names.values())
+        self.later.tell((left != 0) & (left != self.noted), partial(_judge_saved, self.names), names)
 
 
 def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
