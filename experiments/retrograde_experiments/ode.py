@@ -44,9 +44,7 @@ class Config:
     groups: int = 32  # of GroupNorm, at most: 32 normalises every channel by itself here, 1 all together
     eps: float = 1.0
     velocity: str = "first"  # v₀: "first" for f(x₀), "zero"
-    carried: bool = (
-        False  # whether a block starts with the velocity that the one before it ended with; else each with v₀
-    )
+    carried: bool = False  # from block to block; else each starts with v₀
     solver: str = "rk4"
     steps: int = 2
     gradient: str = "adjoint"
@@ -167,7 +165,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
         return loss.detach()
 
     explicit = config.gradient == "direct" and config.solver in EXPLICIT
-    step = Graphed(both, list(net.parameters()), graph=device.type == "cuda" and explicit)
+    graphed = Graphed(list(net.parameters()), graph=device.type == "cuda" and explicit)
     with fast(device):
         for epoch in range(done // steps, config.epochs):
             total = torch.zeros((), device=device)
@@ -175,7 +173,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
                 for group in optimizer.param_groups:
                     group["lr"] = rate_at(recipe, done, steps)
                 x, y = torch.cat([x for x, _ in batches], 1).contiguous(), torch.stack([y for _, y in batches])
-                total, done = total + step(x, y) / config.repeats, done + 1
+                total, done = total + graphed(both, x, y) / config.repeats, done + 1
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
                 context.progress.step()

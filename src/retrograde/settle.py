@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .convert.convert import stages_of
+from .core.errors import RangeOverflow, ReplayError
 from .stack.calibrate import holders
 
 
@@ -28,5 +29,11 @@ def settle(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}.")
+    errors = list[Exception]()
     for held in (*(part for _, part in holders(model)), *stages_of(model)):
-        held.range.later.settle()
+        try:
+            held.range.later.settle()
+        except (RangeOverflow, ReplayError) as error:
+            errors.append(error)
+    if errors:  # said once: what follows from the first may be in all the others
+        raise errors[0]

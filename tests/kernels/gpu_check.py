@@ -256,7 +256,7 @@ def graph_in_the_trainer(device: str) -> str:
                 learner = Learner(net, recipe, steps=9)
                 for x, y in [*batches, (batches[0][0][:8], batches[0][1][:8]), batches[1]]:
                     learner.step(x, y)
-                assert graph == (learner.both.graph is not None), "no graph was made"
+                assert graph == (learner.graphed.graph is not None), "no graph was made"
                 found.append([torch.tensor(learner.loss()), *(t.clone() for t in net.state_dict().values())])
             count += same(*found)
     finally:

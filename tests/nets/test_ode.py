@@ -207,3 +207,27 @@ def test_images() -> None:
     y.sum().backward()
     assert y.shape == x.shape
     assert all(p.grad is not None for p in block.parameters())
+
+
+def test_two_blocks_of_half_the_horizon_are_one_where_the_velocity_is_carried() -> None:
+    f, x = Mlp(3, 5).double(), torch.randn(4, 3, dtype=torch.float64)
+    whole = SecondOrderODE(f, 0.7, velocity="first", horizon=2.0, **TIGHT)
+    half = SecondOrderODE(f, 0.7, velocity="first", horizon=1.0, **TIGHT)
+    for found, wanted in zip(half.encode(*half.encode(x)), whole.encode(x), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(half(half(x)), whole(x), rtol=1e-3)  # the velocity is lost in between
+    still = half.encode(x, torch.zeros_like(x))
+    torch.testing.assert_close(still, SecondOrderODE(f, 0.7, horizon=1.0, **TIGHT).encode(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("v", "message"),
+    [
+        (torch.zeros(4, 2), "shape, dtype and device of x"),
+        (torch.zeros(4, 3, dtype=torch.float64), "shape, dtype and device of x"),
+        (torch.full((4, 3), float("nan")), "v has 12 values of 12 that are NaN or Inf"),
+    ],
+)
+def test_a_velocity_that_does_not_fit(v: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SecondOrderODE(Mlp(3, 5), 0.7).encode(torch.zeros(4, 3), v)

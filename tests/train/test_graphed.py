@@ -1,5 +1,8 @@
 """Forward and backward as a CUDA graph: the same bits as without one, and made anew when what it was made of changes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,8 +10,9 @@ from torch import Tensor, nn
 from retrograde.nets.ode import SecondOrderODE
 from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.train import Learner, Recipe, build
-from retrograde_experiments.train.graphed import WARM_UP, Graphed
+from retrograde_experiments.train.graphed import WARM_UP, Graphed, Step
 from retrograde_experiments.train.learner import momentum_nets, set_gamma
+from retrograde_experiments.train.setting import Setting
 
 cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 
@@ -16,13 +20,13 @@ cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available
 class Replay:
     """Stands in for a CUDA graph: runs the step again, on the same memory."""
 
-    def __init__(self, graphed: Graphed) -> None:
-        self.graphed = graphed
+    def __init__(self, graphed: Graphed, step: Step) -> None:
+        self.graphed, self.step = graphed, step
         self.gradients = [p.grad for p in graphed.parameters]
 
     def replay(self) -> None:
         assert all(p.grad is g for p, g in zip(self.graphed.parameters, self.gradients, strict=True))
-        self.graphed.loss.copy_(self.graphed.step(*self.graphed.held))
+        self.graphed.loss.copy_(self.step(*self.graphed.held))
 
 
 @pytest.fixture
@@ -30,12 +34,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     """The graphs that have been made, without a GPU."""
     graphs: list[Replay] = []
 
-    def capture(self: Graphed, x: Tensor, y: Tensor) -> None:
+    def capture(self: Graphed, step: Step, x: Tensor, y: Tensor) -> None:
         self.held, self.gradients, self.loss = (x.clone(), y.clone()), self._gradients(), torch.zeros(())
-        graphs.append(Replay(self))
+        graphs.append(Replay(self, step))
         self.graph = graphs[-1]
 
-    monkeypatch.setattr(Graphed, "_aside", lambda self, x, y: self.step(x, y))
+    monkeypatch.setattr(Graphed, "_aside", lambda self, step, x, y: step(x, y))
     monkeypatch.setattr(Graphed, "_capture", capture)
     return graphs
 
@@ -59,13 +63,13 @@ def test_steps_have_the_bits_of_plain_ones(device: str, request: pytest.FixtureR
             loss.backward()
             return loss.detach()
 
-        step, losses = Graphed(both, list(net.parameters()), graph=graph), []
+        graphed, losses = Graphed(list(net.parameters()), graph=graph), []
         for size in [16] * count + [7, 16]:
             batch = torch.randn(size, 4, device=device), torch.randint(3, (size,), device=device)
-            losses.append(step(*batch).clone())
+            losses.append(graphed(both, *batch).clone())
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        assert (step.graph is not None) == graph
+        assert (graphed.graph is not None) == graph
         found.append([*losses, *(p.detach() for p in net.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert len({float(loss) for loss in found[0][: count + 2]}) == count + 2
@@ -79,7 +83,11 @@ def test_a_graph_is_made_after_a_few_steps_and_anew_for_another_setting(made: li
         loss.backward()
         return loss.detach()
 
-    step, x, y = Graphed(both, [w], lambda: setting["value"]), torch.ones(2), torch.zeros(())
+    graphed, x, y = Graphed([w], lambda: setting["value"]), torch.ones(2), torch.zeros(())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return graphed(both, x, y)
+
     for count in range(1, WARM_UP + 4):
         assert float(step(x, y)) == 2.0
         assert float(w.grad[0]) == count  # added to what is there
@@ -91,7 +99,7 @@ def test_a_graph_is_made_after_a_few_steps_and_anew_for_another_setting(made: li
     w.grad = None  # not zeroed: the graph would add to what nobody has
     step(x, y)
     assert torch.equal(w.grad, torch.full((2,), 3.0))
-    assert step.graph is None
+    assert graphed.graph is None
     step(torch.ones(1), y)  # another shape
     assert len(made) == 2
 
@@ -117,8 +125,41 @@ def test_the_trainer_with_and_without(accumulate: int, made: list[Replay], monke
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    with pytest.raises(ExperimentError, match=r"--graph makes CUDA graphs .* cannot on a CPU"):
+def test_the_shape_that_comes_most_gets_the_graph(made: list[Replay]) -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        loss = (w[: len(x)] * x).sum() + y
+        loss.backward()
+        return loss.detach()
+
+    graphed, y = Graphed([w]), torch.zeros(())
+    for size in [1, *[2] * (WARM_UP + 1), 1, 2]:
+        assert float(graphed(both, torch.ones(size), y)) == size
+    assert len(made) == 1
+    assert graphed.held[0].shape == (2,)
+    assert torch.equal(w.grad, torch.tensor([WARM_UP + 4.0, WARM_UP + 2.0]))
+
+
+def test_a_learner_is_let_go_of_at_once() -> None:
+    net = build("thin-resnet8", classes=4, channels=1, gamma=0.9, memory="reverse")
+    learner = Learner(net, Recipe(), steps=9)
+    learner.step(torch.randn(4, 1, 8, 8), torch.randint(4, (4,)))
+    held, gc_was_on = weakref.ref(learner), gc.isenabled()
+    gc.disable()
+    try:
+        del learner
+        assert held() is None
+    finally:
+        if gc_was_on:
+            gc.enable()
+
+
+def test_what_cannot_be_captured_is_said_before_anything_is_trained() -> None:
+    with pytest.raises(ExperimentError, match="there are none on cpu"):
         Learner(build("thin-resnet8", classes=4, channels=1, gamma=0.9), Recipe(graph=True), steps=9)
     with pytest.raises(ValueError, match="leave one of them out"):
         Recipe(graph=True, compile=True)
+    for verify in ("end", "blocks"):
+        with pytest.raises(ValueError, match="or use verify=auto"):
+            Setting(graph=True, verify=verify)

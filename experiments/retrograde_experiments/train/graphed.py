@@ -15,53 +15,48 @@ WARM_UP = 3
 
 
 class Graphed:
-    """A step that adds to the gradients of the parameters and returns its loss; after a few calls, the replay of a graph of it.
+    """Steps that add to the gradients of the parameters and return their loss; after a few of them, replays of a graph of one.
 
-    A graph is for tensors of one shape and layout, that of the first call: others are stepped through without. It is made anew when
-    `setting()` changes: what the step depends on besides the parameters, the gradients it adds to and its arguments. Gradients
-    must stay where they are: zero them with `set_to_none=False`.
+    A graph is for tensors of one shape and layout; others are stepped through without. It is made anew when `setting()` changes: what
+    a step depends on besides the parameters, the gradients it adds to and its arguments. Gradients must stay where they are:
+    zero them with `set_to_none=False`.
 
     Args:
-        step: forward and backward; its loss, detached.
-        parameters: those whose gradients it adds to.
+        parameters: those whose gradients the steps add to.
         setting: compared before every call.
         graph: whether to make one at all.
     """
 
     def __init__(
-        self,
-        step: Step,
-        parameters: Sequence[Tensor],
-        setting: Callable[[], Any] = lambda: None,
-        graph: bool = True,
+        self, parameters: Sequence[Tensor], setting: Callable[[], Any] = lambda: None, graph: bool = True
     ) -> None:
-        self.step, self.parameters, self.setting, self.wanted = step, list(parameters), setting, graph
-        self.kind: Any = None
+        self.parameters, self.setting, self.wanted = list(parameters), setting, graph
+        self.side: torch.cuda.Stream | None = None  # one: libraries keep workspaces for each
         self.graph: torch.cuda.CUDAGraph | None = None
         self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.taken, self.graph, self.now, self.loss = 0, None, None, torch.empty(0)
+        self.taken, self.graph, self.now, self.loss = dict[Any, int](), None, None, torch.empty(0)
         self.held: tuple[Tensor, ...] = ()
         self.gradients: list[Tensor | None] = []
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a step, forward and backward, which in every call must be the same."""
         if not self.wanted:
-            return self.step(x, y)
-        kind = [(t.shape, t.stride(), t.dtype) for t in (x, y)]
-        self.kind = self.kind or kind
-        if kind != self.kind:
-            return self.step(x, y)
+            return step(x, y)
         if (now := self.setting()) != self.now or not all(map(is_, self.gradients, self._gradients())):
             self.forget()
             self.now = now
-        if self.graph is None and self.taken < WARM_UP:
-            self.taken += 1
-            return self._aside(x, y)
+        kind = _kind(x, y)
         if self.graph is None:
-            self._capture(x, y)
+            taken = self.taken[kind] = self.taken.get(kind, 0) + 1
+            if taken <= WARM_UP:
+                return self._aside(step, x, y)
+            self._capture(step, x, y)
             assert self.graph is not None
+        if kind != _kind(*self.held):
+            return step(x, y)
         for held, t in zip(self.held, (x, y), strict=True):
             held.copy_(t)
         self.graph.replay()
@@ -70,18 +65,21 @@ class Graphed:
     def _gradients(self) -> list[Tensor | None]:
         return [p.grad for p in self.parameters]
 
-    def _aside(self, x: Tensor, y: Tensor) -> Tensor:
-        """The step on a stream of its own, as a graph will be made of it."""
-        side, main = torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            loss = self.step(x, y)
-        main.wait_stream(side)
+    def _aside(self, step: Step, x: Tensor, y: Tensor) -> Tensor:
+        """The step on the stream on which a graph will be made of it."""
+        self.side, main = self.side or torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            loss = step(x, y)
+        main.wait_stream(self.side)
         return loss
 
-    def _capture(self, x: Tensor, y: Tensor) -> None:
-        self.held, self.gradients = (x.clone(), y.clone()), self._gradients()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.loss = self.step(*self.held)
+    def _capture(self, step: Step, x: Tensor, y: Tensor) -> None:
+        self.held, self.gradients, graph = (x.clone(), y.clone()), self._gradients(), torch.cuda.CUDAGraph()
+        with torch.cuda.device(x.device), torch.cuda.graph(graph, stream=self.side):
+            self.loss = step(*self.held)
         self.graph = graph
+
+
+def _kind(*tensors: Tensor) -> Any:
+    return tuple((t.shape, t.stride(), t.dtype) for t in tensors)

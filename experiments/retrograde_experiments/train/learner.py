@@ -27,8 +27,6 @@ from .parallel import Alone, World
 from .schedule import rate_at
 from .setting import Recipe
 
-LOOK = 50
-"""Steps between two looks at what replays of a graph have met."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +57,7 @@ class Learner:
         )  # fmt: skip
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
         self.average = [p.detach().clone() for p in net.parameters()] if recipe.ema else []
-        self.both = Graphed(self._both, list(net.parameters()), lambda: _setting(net), recipe.graph)
+        self.graphed = Graphed(list(net.parameters()), lambda: _setting(net), recipe.graph)
         self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # losses since last asked, and how many
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -71,27 +69,25 @@ class Learner:
         parts = self.recipe.accumulate
         for k, (xk, yk) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             with self.world.sync(self.wrapped, k == parts - 1):
-                self.window[0] += self.both(xk, yk)
+                self.window[0] += self.graphed(self._both, xk, yk)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.recipe.graph)
         self.window[1] += 1
         self.done += 1
-        if self.recipe.graph and self.done % LOOK == 0:
-            settle(self.net)  # a graph's range stands still: see that it still fits, or have it made anew
+        if self.recipe.graph:  # no pass begins in a replay: look here, as one would, whether the range still fits
+            for _, part in momentum_nets(self.net):
+                part.range.later.collect(x)
         if self.average:
             with torch.no_grad():
                 for average, parameter in zip(self.average, self.net.parameters(), strict=True):
                     average.lerp_(parameter, 1 - self.recipe.ema)
 
     def _check_graph(self) -> None:
-        if self.device.type != "cuda" or self.world.size > 1:
-            where = (
-                "on a CPU" if self.device.type == "cpu" else f"over {self.world.size} processes on {self.device.type}"
-            )
-            raise ExperimentError(
-                f"--graph makes CUDA graphs of one process's steps, and cannot {where}: leave it out."
-            )
+        if self.device.type != "cuda":
+            raise ExperimentError(f"--graph makes CUDA graphs, and there are none on {self.device.type}: leave it out.")
+        if type(self.world) is not Alone:
+            raise ExperimentError("--graph makes CUDA graphs of one process's steps: leave it out under torchrun.")
 
     def _both(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward and backward of one part of a batch; its share of the loss."""
@@ -102,6 +98,8 @@ class Learner:
 
     def loss(self) -> float:
         """The mean training loss since the last call."""
+        if self.recipe.graph:
+            settle(self.net)  # what made it NaN, if it is, rather than that
         total, count = self.world.total(self.window).tolist()
         self.window.zero_()
         return total / count if count else float("nan")

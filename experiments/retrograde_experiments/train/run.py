@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from retrograde import RangeOverflow
+from retrograde import RangeOverflow, ReplayError
 from retrograde.extras import require
 
 from ..data import FOLDERS, load
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None, prog: str = "retrograde train") -> 
     setting = parse(arguments, prog)
     try:
         result = train(setting)
-    except (ExperimentError, ModuleNotFoundError, RangeOverflow) as error:
+    except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
         sys.exit(str(error))
     if os.environ.get("RANK", "0") == "0":
         print(

@@ -90,6 +90,13 @@ class Setting(Recipe):
     keep: int = _option(2, "checkpoints kept")
     tensorboard: bool = _option(True, "also log for TensorBoard")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.graph and self.verify in ("end", "blocks"):
+            raise ValueError(
+                f"graph cannot wait for the checks of verify={self.verify}: leave one of them out, or use verify=auto."
+            )
+
 
 def parse(arguments: list[str] | None = None, prog: str = "retrograde train") -> Setting:
     """The setting from the command line."""

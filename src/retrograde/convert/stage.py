@@ -268,7 +268,8 @@ class Stage:
             y = own(x, *extra.args, **extra.kwargs)
         else:
             verify, later = "off" if self.dry else self.settings.verify, self.range.later
-            later.collect(x)
+            if not k:
+                later.collect(x)
             call, version = Call(own, extra, path, verified=verify == "blocks", memo=self.memo), x._version
             kept = Kept(x.detach()) if verify == "off" else Noted(x.detach(), Ledger(1, x.device, verify, later), 0)
             frame = Frame(call, kept, 0)

@@ -210,9 +210,11 @@ class SecondOrderODE(_OdeBlock):
     def encode(self, x: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x(T) and v(T), from x(0) and v(0): that of the block before, so that both go on; `velocity` if there is none."""
         check_finite(x)
-        if v is not None and (not isinstance(v, Tensor) or v.shape != x.shape):
-            given = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
-            raise ValueError(f"v must have the shape of x, {tuple(x.shape)}; got {given}.")
+        if v is not None:
+            check_finite(v, "v")
+            wanted, given = ((tuple(t.shape), t.dtype, t.device.type) for t in (x, v))
+            if wanted != given:
+                raise ValueError(f"v must have shape, dtype and device of x, {wanted}; got {given}.")
         x1, v1 = self.flow((x, self._start(x) if v is None else v))
         return x1, v1
 

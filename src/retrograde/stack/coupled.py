@@ -29,7 +29,7 @@ from ..core.fixedpoint import FixedPoint
 from ..core.tape import Frame, Kept
 from .coupling import Coupling, Scheme, unsqueeze
 from .forward import Like
-from .later import Later
+from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .proof import Proven
 
@@ -109,6 +109,8 @@ class Coupled:
         self.tracked = torch.is_grad_enabled()
         self.state = Coupling(x0, scheme, fixed, overflow=overflow)
         later = Later() if later is None else later
+        if self.tracked and mode == "reverse":
+            check_capturable(verify, x0.device)
         self.tape, self.ledger = Proven(self.state, verify, later), None
         if self.tracked and verify != "off" and mode == "checkpoint":
             self.ledger = Ledger(len(scheme.squeezes), x0.device, verify, later)

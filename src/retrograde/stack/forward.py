@@ -26,7 +26,7 @@ from ..core.parts import Memo
 from ..core.tape import Frame
 from .graph import Enter, Launch, Leave, Step, applied
 from .kept import Held
-from .later import Later
+from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .momentum import Momentum, Recurrence
 from .proof import Proven
@@ -62,6 +62,8 @@ class Forward:
             self.stored_from = -1
         self.kept_from = -1 if mode == "checkpoint" else self.stored_from if kept_from is None else kept_from
         reversible |= self.tracked and mode == "reverse"
+        if self.tracked and mode == "reverse":
+            check_capturable(verify, x0.device)
         if fixed is None:
             self.state: Momentum = Rough(x0, recurrence, overflow)
         else:

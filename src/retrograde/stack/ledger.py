@@ -58,7 +58,7 @@ class Ledger:
     """
 
     def __init__(self, blocks: int, device: torch.device, verify: str, later: Later) -> None:
-        check_capturable(verify)
+        check_capturable(verify, device)
         self.later, self.names, self.picked = later, dict[int, str](), dict[int, dict[int, int]]()
         self.strict, self.parameters, self.before = verify != "auto", list[Tensor](), dict[int, Gradients]()
         self.noted = torch.zeros(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.errors import ReplayError
 from ..core.tape import State, Tape
-from .later import Later, check_capturable
+from .later import Later
 from .ledger import KEPT, Gradients, Ledger, at_end_of_backward, place
 
 CHOICES = ("auto", "off", "end", "blocks")
@@ -33,7 +33,6 @@ class Proven(Tape):
 
     def __init__(self, state: State, verify: str, later: Later) -> None:
         super().__init__(state)
-        check_capturable(verify)
         self.verify, self.later = verify, later
         self.marks: dict[int, Tensor] = {}
         self.task: int | None = None  # the backward pass that was here last
