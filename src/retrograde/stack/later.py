@@ -32,7 +32,7 @@ def capturing(x: Tensor) -> bool:
 
 def capturing_on(device: torch.device) -> bool:
     """Whether a CUDA graph is being made of what is done on this device."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # tensors without values may say so anywhere
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
