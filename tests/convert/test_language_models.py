@@ -53,6 +53,37 @@ def test_training_with_the_cache_left_on(family: str) -> None:
     assert_same_bits(found["store"], found["checkpoint"])
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_what_makes_the_initial_velocity_leaves_the_cache_alone(attention: str) -> None:
+    """Block 0 is run twice then, on the same tokens."""
+    model = make("Llama").eval()
+    model.set_attn_implementation(attention)
+    rg.convert(model, gamma=0.5, velocity="first", fraction_bits=24)
+    tokens = TOKENS["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask, use_cache=False).logits
+        first = model(tokens[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+        lengths = {layer.get_seq_length() for layer in first.past_key_values.layers}
+        assert lengths == {tokens.shape[1] - 1}
+        last = model(tokens[:, -1:], attention_mask=mask, past_key_values=first.past_key_values, use_cache=True).logits
+    torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_training_from_an_initial_velocity_with_the_cache_left_on(padded: bool) -> None:
+    model, found = make("Llama", use_cache=True), {}
+    mask = torch.ones_like(TOKENS["input_ids"])
+    mask[0, :3] = 1 - int(padded)
+    for mode in ("store", "reverse", "checkpoint"):
+        rg.convert(model, memory=mode, velocity="first")
+        found[mode] = step(model, lambda m: m(TOKENS["input_ids"], attention_mask=mask).logits)
+        rg.revert(model)
+    assert_same_bits(found["store"], found["reverse"])
+    assert_same_bits(found["store"], found["checkpoint"])
+
+
 def test_a_filled_cache_while_gradients_are_recorded_is_refused() -> None:
     model: Any = rg.convert(make("Llama").eval(), memory="reverse")
     with torch.no_grad():

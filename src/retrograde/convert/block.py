@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core.call import Extra
 from ..stack.rectified import heard, rectified
 from ..stack.uncompiled import uncompiled
-from .stage import Own, Spare, Stage
+from .stage import Own, Spare, Stage, cached
 
 PLACE = "_retrograde_place"
 _ONCE = "model.gradient_checkpointing_disable() first."
@@ -180,10 +180,9 @@ def without_cache(
 
 
 def _spare(value: Any, place: Place) -> Any:
-    length = getattr(value, "get_seq_length", None)
-    if length is None or isinstance(value, Tensor):
+    if not cached(value):
         return value
-    if length() and not place.stage.surveying:
+    if value.get_seq_length() and not place.stage.surveying:
         raise ValueError(
             f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
             "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."

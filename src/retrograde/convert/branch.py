@@ -12,18 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_}
+from .alias import same, version
+
+_IN_PLACE = {Tensor.__iadd__, Tensor.add_}
+_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | _IN_PLACE
 
 
 class Branch(Tensor):
     """x₁ − x₀, which x₀ + … turns into x₁."""
 
-    pair: tuple[Tensor, Tensor]
+    pair: tuple[Tensor, Tensor, int]
 
     @staticmethod
     def of(x0: Tensor, x1: Tensor) -> Tensor:
         difference = (x1 - x0).as_subclass(Branch)
-        difference.pair = (x0, x1)
+        difference.pair = (x0, x1, version(x0))
         return difference
 
     @classmethod
@@ -31,15 +34,14 @@ class Branch(Tensor):
         kwargs = kwargs or {}
         if func in _ADDITIONS and len(args) == 2 and not kwargs:
             for this, other in (args, args[::-1]):
-                if isinstance(this, Branch) and isinstance(other, Tensor) and _same(other, this.pair[0]):
+                if isinstance(this, Branch) and isinstance(other, Tensor) and same(other, this.pair[0], this.pair[2]):
+                    if func in _IN_PLACE:  # for others who have the tensor that is written to
+                        with torch._C.DisableTorchFunctionSubclass():
+                            func(*args)
                     return this.pair[1]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return _plain(result)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 def _plain(result: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers
-from ..stack.calibrate import unheard
+from ..stack.calibrate import apart, unheard
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.rectified import DEEPEST, rectified
@@ -245,7 +245,7 @@ def _survey(model: nn.Module, stages: list[Stage], args: tuple[Any, ...], kwargs
         with torch.no_grad(), _rng_kept(devices), copied_buffers(model.modules()), unheard(model.modules()):
             for stage in stages:
                 stage.surveying = True
-            model.forward(*args, **kwargs)
+            model.forward(*apart(args), **apart(kwargs))
     except Exception:
         pass  # what is wrong with the model shows in the step itself
     finally:

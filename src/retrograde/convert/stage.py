@@ -37,6 +37,7 @@ from ..stack.forward import Forward, Like
 from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, leanest
+from .alias import FSDP2, handed_on, same, version
 from .arrange import Recorder
 from .branch import Branch
 
@@ -70,6 +71,25 @@ class Spare:
     @staticmethod
     def of(value: Any) -> Any:
         return copy.deepcopy(value.cache) if isinstance(value, Spare) else value
+
+
+def cached(value: Any) -> bool:
+    """Whether an extra input is a key-value cache."""
+    return hasattr(value, "get_seq_length") and not isinstance(value, Tensor)
+
+
+def _spared(extra: Extra) -> Extra:
+    """Extra inputs for a run that is to leave no trace in a key-value cache."""
+    if not any(map(cached, (*extra.args, *extra.kwargs.values()))):
+        return extra
+    return Extra(tuple(map(_copied, extra.args)), {name: _copied(value) for name, value in extra.kwargs.items()})
+
+
+def _copied(value: Any) -> Any:
+    if not cached(value):
+        return value
+    inside = [t for layer in getattr(value, "layers", ()) for t in vars(layer).values() if isinstance(t, Tensor)]
+    return copy.deepcopy(value, {id(t): t.clone() for t in inside})  # of itself it copies no tensor with a gradient
 
 
 class Own:
@@ -117,15 +137,6 @@ class Own:
         return self.block.modules()
 
 
-_IDENTITIES = {
-    "BackwardHookFunctionBackward",  # register_full_backward_hook
-    "RegisterPostBackwardFunctionBackward",  # FSDP2
-    "AliasBackward0",
-    "ViewBackward0",
-}
-"""Nodes of autograd's graph that hand on a tensor and its gradient as they are."""
-
-
 class Pass(Forward):
     """A pass through a stage. `range`: of its mode; `learns`: it was not known when the pass began."""
 
@@ -150,19 +161,7 @@ class Open:
     def known(self, x: Tensor) -> bool:
         """Whether this is the x that was handed on, untouched."""
         mine = self.x()
-        if mine is None:
-            return False
-        if mine is not x and (
-            x.data_ptr() != mine.data_ptr()
-            or x.shape != mine.shape
-            or x.stride() != mine.stride()
-            or x.dtype != mine.dtype
-            or x.untyped_storage()._cdata != mine.untyped_storage()._cdata
-        ):
-            return False
-        if mine is not x and mine.requires_grad and (x.grad_fn is None or x.grad_fn.name() not in _IDENTITIES):
-            return False  # detached, or given another gradient: the pass would lead gradients around that
-        return x.is_inference() or x._version == self.version
+        return mine is not None and same(x, mine, self.version)
 
 
 @dataclass(eq=False)
@@ -240,8 +239,6 @@ class Stage:
         try:
             if run is None:
                 run = self._opened(x, own, extra, plan)
-            else:
-                run.x = x
             k = run.k
             if self.recorder is not None:
                 track = self.recorder.begin(self, k, x)
@@ -298,7 +295,7 @@ class Stage:
         run = Pass(
             x,
             self.recurrence,
-            None if self.surveying else fixed or wide(x, self.recurrence),
+            None if self.surveying else fixed or wide(x, self.recurrence, held.fraction),
             verify=self.settings.verify,
             overflow=self.settings.overflow,
             memo=self.memo,
@@ -307,14 +304,17 @@ class Stage:
         )
         run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
-            run.launch(own, extra, "block" if own.whole else self.recurrence.form)
+            run.launch(own, _spared(extra), "block" if own.whole else self.recurrence.form)
         return run
 
     def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
         for k, entry in enumerate(self.open):
             if entry.known(x):
                 del self.open[k]
-                return entry.left()
+                mine, run = entry.x(), entry.left()
+                through = mine is not x and mine is not None and handed_on(x, mine) != FSDP2
+                run.resume(x, through, record=not self.surveying)
+                return run
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
@@ -330,7 +330,7 @@ class Stage:
         return None
 
     def _hand_on(self, run: Pass, x: Tensor) -> None:
-        entry = Open(run, weakref.ref(x, lambda _: self._forget(entry)), 0 if x.is_inference() else x._version)
+        entry = Open(run, weakref.ref(x, lambda _: self._forget(entry)), version(x))
         self.open.append(entry)
 
     def _forget(self, entry: Open) -> None:

@@ -20,7 +20,7 @@ from ..core.call import Extra
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint, integer_dtype
 from ..stack.aside import copied_buffers, rng_kept
-from ..stack.calibrate import Range
+from ..stack.calibrate import Range, apart
 from ..stack.coupled import Coupled
 from ..stack.coupling import Coupling, Scheme
 from ..stack.forward import Like
@@ -164,6 +164,7 @@ class CouplingNet(nn.Module):
         torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
         try:
             with rng_kept(extra.devices(x0), extra.generators), copied_buffers(self.modules()):
+                extra = Extra(apart(extra.args), apart(extra.kwargs))
                 watch = self._steps(x0, extra, _SURVEY, mode="store", overflow=self.overflow).state.watch
         finally:
             torch.set_autocast_cache_enabled(cached)

@@ -24,7 +24,7 @@ from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers, rng_kept
-from ..stack.calibrate import Range, narrow, peaks, several_processes, unheard
+from ..stack.calibrate import Range, apart, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
 from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
@@ -326,6 +326,7 @@ class MomentumNet(nn.Module):
                     _itself, _itself
                 ),  # a checkpoint around the network is not to count what is saved here
             ):
+                extra = Extra(apart(extra.args), apart(extra.kwargs))
                 run = self._steps(x0, extra, None, mode="store", overflow=self.overflow)
         finally:
             torch.set_autocast_cache_enabled(cached)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
-from .headroom import HEADROOM, calibrated, follow
+from .headroom import HEADROOM, calibrated, check_resolution, follow
 from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
@@ -33,12 +33,28 @@ def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
     return x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard)
 
 
-def wide(x0: Tensor, recurrence: Recurrence) -> FixedPoint:
-    """A fixed point 2^45 times as wide as the input, for a pass of which nothing is known yet."""
+def wide(x0: Tensor, recurrence: Recurrence, fraction: int) -> FixedPoint:
+    """A fixed point for a pass of which nothing is known yet: of its 64 bits `fraction` (in float64 more) are below the largest
+    value of the input, the others above."""
+    fraction += 8 if x0.dtype == torch.float64 else 0
     peak = float(x0.detach().abs().amax()) if x0.numel() else 0.0
     finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
     guard = 2 + math.ceil(-math.log2(finest))
-    return FixedPoint(16 - math.frexp(peak)[1] if math.isfinite(peak) else 0, torch.int64, guard)
+    exponent = max(math.frexp(peak)[1], -48)
+    return FixedPoint(fraction - exponent if math.isfinite(peak) else 0, torch.int64, guard)
+
+
+def apart(value: Any) -> Any:
+    """The value, with lists, dictionaries and sets of its own: a survey may add to them. What is in them is shared."""
+    if type(value) in (list, tuple):
+        return type(value)(map(apart, value))
+    return (
+        {key: apart(v) for key, v in value.items()}
+        if type(value) is dict
+        else set(value)
+        if type(value) is set
+        else value
+    )
 
 
 @contextmanager
@@ -103,6 +119,7 @@ class Range:
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
         self.begun = False
+        self.fraction = 32  # of passes of which nothing is known yet
         self.other: Range | None = None
         if not other:
             self.other = Range(setting, narrow, other=True)
@@ -145,7 +162,9 @@ class Range:
     def calibrate(self, dtype: torch.dtype, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
         """The fixed point for inputs of this dtype, now that the largest values of a pass are known."""
         dtype = integer_dtype(dtype, self.narrow)
-        fixed = self.fixed[dtype] = calibrated(peak_x, peak_v, dtype, most_guard)
+        fixed = calibrated(peak_x, peak_v, dtype, most_guard)
+        check_resolution(peak_x, fixed)
+        self.fixed[dtype] = fixed
         self.begun = True
         return fixed
 
@@ -163,6 +182,8 @@ class Range:
 
     def overflowed(self) -> None:
         """A pass left its range: the next one gets another."""
+        if not self.fixed:
+            self.fraction = max(self.fraction - 16, 0)
         known = self.fixed.items() if several_processes() else ()
         self.fixed = {dtype: widened(fixed, 2 * HEADROOM) for dtype, fixed in known}
 

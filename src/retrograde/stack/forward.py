@@ -24,13 +24,14 @@ from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.tape import Frame
-from .graph import Enter, Launch, Leave, Step, applied
+from .graph import Enter, Launch, Leave, Rejoin, Step, applied, observed
 from .kept import Held
 from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .momentum import Momentum, Recurrence
 from .proof import Proven
 from .rough import Rough
+from .thread import SameThread
 
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
@@ -56,28 +57,50 @@ class Forward:
         look: Look | None = None,
     ) -> None:  # fmt: skip
         self.mode, self.verify, self.memo, self.look, self.k = mode, verify, memo, look, 0
-        self.tracked = torch.is_grad_enabled()
-        self.stored_from = len(recurrence.gammas) if stored_from is None else stored_from
-        if mode == "store" or not self.tracked:
-            self.stored_from = -1
-        self.kept_from = -1 if mode == "checkpoint" else self.stored_from if kept_from is None else kept_from
-        reversible |= self.tracked and mode == "reverse"
-        if self.tracked and mode == "reverse":
-            check_capturable(verify, x0.device)
+        self.bounds = kept_from, stored_from
         if fixed is None:
             self.state: Momentum = Rough(x0, recurrence, overflow)
         else:
             self.state = Momentum(x0, recurrence, fixed, reversible=reversible, overflow=overflow)
         self.later = Later() if later is None else later
         self.tape, self.like, self.take = Proven(self.state, verify, self.later), Like(x0), applied(Step)
-        self.ledger: Ledger | None = None
-        if verify != "off" and self.kept_from < self.stored_from:
-            self.ledger = self.tape.kept = Ledger(self.stored_from + 1, x0.device, verify, self.later)
+        self._remember()
         if self.tracked:
             self.xt, self.x = Enter.apply(x0, self.state)
             self.vt = self.state.token()
         else:
             self.x = self.state.first()
+
+    def _remember(self) -> None:
+        """See how the blocks to come are to be remembered."""
+        kept_from, stored_from = self.bounds
+        self.tracked = torch.is_grad_enabled()
+        self.stored_from = len(self.state.recurrence.gammas) if stored_from is None else stored_from
+        if self.mode == "store" or not self.tracked:
+            self.stored_from = -1
+        self.kept_from = -1 if self.mode == "checkpoint" else self.stored_from if kept_from is None else kept_from
+        if self.tracked and self.mode == "reverse":
+            check_capturable(self.verify, self.like.device)
+            self.state.reversible = True
+        self.ledger: Ledger | None = None
+        if self.verify != "off" and self.kept_from < self.stored_from:
+            self.ledger = self.tape.kept = Ledger(self.stored_from + 1, self.like.device, self.verify, self.later)
+
+    def resume(self, x: Tensor, through: bool, record: bool) -> None:
+        """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
+        self.x = x
+        if not (record and torch.is_grad_enabled()):
+            return
+        if not self.tracked:  # so far: what the blocks had to do with gradients is nobody's
+            self._remember()
+            self.state.thread = SameThread() if x.is_cuda else None
+            self.xt, self.vt, through = self.state.token(), self.state.token(), True
+        if through or (x.grad_fn is None and x.requires_grad):
+            self._rejoin(x)
+
+    def _rejoin(self, x: Tensor) -> None:
+        self.xt = Rejoin.apply(self.xt, x, self.state)
+        self.state.entered.add(self.k)
 
     def launch(self, block: Block, extra: Extra, form: str) -> None:
         """Let v₀ be f of the block on x₀."""
@@ -95,8 +118,11 @@ class Forward:
             self.state.whole.add(k)
         if k == min(self.kept_from, self.stored_from) and self.mode == "reverse":
             self.state = self.state.fork()  # the tape stays here
+        x = self.x
         y = self._output(block, extra, k, name or f"block {k}")
         if self.tracked:
+            if observed(x):
+                self._rejoin(x)
             if torch.is_autocast_enabled(self.like.device.type):
                 torch.clear_autocast_cache()  # or the block's weights, cast, would be held to the end of the forward pass
             self.xt, self.vt, self.x = self.take(self.xt, self.vt, y, self.state, k)

@@ -7,6 +7,7 @@ without holding any of it. A node's float output is the next block's input.
     Launch  (token x, y)     → token x, token v, float x₀      v₀ = f
     Step    (tokens, y)      → token x, token v, float x_{k+1}
     Leave   (token v)        → float v
+    Rejoin  (token x, float) → token x                         where somebody looks at the gradient of the float x
 
 The step is linear, so its gradient needs no values: with s = gx + gv,
 
@@ -19,6 +20,9 @@ gv is a multiple of gy, which the block is given anyway: so what comes for token
 gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv is 0, and then gx is a multiple of gy too (after a
 relu one of two, as its bits say, which go with gy then): it is left out, and the step before makes it. What a block's backward
 pass holds besides its own is one array, none in the last block; after a relu one more, since gy is not what the block is given.
+
+So the float x of a layer is given only what comes through the block that it goes into; the rest of its gradient goes by the token.
+Where it has a hook, or is to retain its gradient, or comes back as another tensor, `Rejoin` leads all of it through the float.
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -133,7 +137,8 @@ class Step(Function):
         ctx.set_materialize_grads(False)
         recurrence = state.recurrence
         ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form(k))
-        ctx.dtypes, ctx.ops, ctx.thread, ctx.first = (y.dtype, state.gradient), state.ops, state.thread, k == 0
+        ctx.dtypes, ctx.ops, ctx.thread = (y.dtype, state.gradient), state.ops, state.thread
+        ctx.first = k in state.entered
         ctx.mask = mask = state.mask(k)
         ctx.strides = state.x.stride() if recurrence.form == "relu" else None
         ctx.last = k + 1 == len(recurrence.gammas)
@@ -210,6 +215,30 @@ def _kept(ctx: Any, name: str) -> Tensor:
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         setattr(ctx, name, None)
     return kept
+
+
+class Rejoin(Function):
+    @staticmethod
+    def forward(ctx: Any, xt: Tensor, x: Tensor, state: Momentum) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x.dtype
+        return state.token()
+
+    @staticmethod
+    def backward(ctx: Any, p: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if p is None:
+            return None, None, None
+        return torch.zeros_like(p), p.to(ctx.dtype), None  # 0, for None would say that it was left out
+
+
+def observed(x: Tensor) -> bool:
+    """Whether somebody looks at the gradient of x, or changes it. PyTorch's own hooks (FSDP2's) and ours do neither."""
+    hooks = x._backward_hooks
+    return x.retains_grad or bool(hooks and not all(map(_own, hooks.values())))
+
+
+def _own(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("torch", "retrograde")
 
 
 class Leave(Function):

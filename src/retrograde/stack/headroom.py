@@ -6,12 +6,16 @@ import math
 
 import torch
 
+from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
 
 HEADROOM = 3
 """Bits kept free above the largest value seen when the range is calibrated; one less of 16, which have none to waste."""
 MOST_GUARD = 6
 """Guard digits at most, whatever v was: branches that start at zero grow quickly, and v must be able to reach |x| / 8."""
+
+MOST_BITS = 107
+"""Fraction bits at most: 2^bits, and as much again for the guard digits, are float32 numbers."""
 
 
 def headroom(dtype: torch.dtype) -> int:
@@ -27,10 +31,20 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
     """
     capacity = 8 * dtype.itemsize - 2 - headroom(dtype)
     peak_x = peak_x or peak_v or 1.0
-    # peak < 2^exponent; the floor keeps 2^bits a float32
-    bits_x, bits_v = (capacity - max(math.frexp(peak)[1], -48) for peak in (peak_x, peak_v or peak_x))
+    # peak < 2^exponent
+    bits_x, bits_v = (min(capacity - math.frexp(peak)[1], MOST_BITS) for peak in (peak_x, peak_v or peak_x))
     bits = min(bits_x, bits_v)
     return FixedPoint(bits, dtype, min(bits_v - bits, most_guard))
+
+
+def check_resolution(peak: float, fixed: FixedPoint) -> None:
+    """Raise where even the largest |x| is so small that the finest fixed point holds it less precisely than its float would."""
+    digits = math.frexp(peak)[1] + fixed.bits
+    if peak and fixed.bits == MOST_BITS and digits < 6 * fixed.dtype.itemsize:
+        raise RangeOverflow(
+            f"|x| is {peak:.3g} at most: with the {MOST_BITS} fraction bits that there are, that is held to {max(digits, 0)} binary "
+            "digits. Multiply the input by a constant, or normalise it."
+        )
 
 
 def follow(fixed: FixedPoint, peak_x: float, peak_v: float, most_guard: int = MOST_GUARD) -> FixedPoint:

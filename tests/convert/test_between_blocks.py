@@ -1,0 +1,341 @@
+"""What a model does to x between two converted blocks, and to its gradient: compared with the recurrence written out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import retrograde as rg
+
+Between = Callable[[int, Tensor], Tensor]
+GAMMA = 0.9
+MODES = ("reverse", "checkpoint", "store")
+
+
+class Residual(nn.Module):
+    def __init__(self, branch: bool = False) -> None:
+        super().__init__()
+        self.inner, self.outer, self.branch = nn.Linear(6, 9), nn.Linear(9, 6), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.outer(torch.tanh(self.inner(x)))
+        return f if self.branch else x + f
+
+
+class Loop(nn.Module):
+    """Blocks one after another, and what is done in between: `recorded[k]` says whether block k records gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(Residual() for _ in range(7))
+        self.between: Between = lambda k, x: x
+        self.recorded = [True] * 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for k, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.recorded[k]):
+                x = layer(self.between(k, x))
+        return x
+
+
+def written_out(model: Loop, x: Tensor, restarts: tuple[int, ...] = ()) -> Tensor:
+    """The same recurrence in plain PyTorch."""
+    x = model.stem(x)
+    v = torch.zeros_like(x)
+    for k, layer in enumerate(model.layers):
+        with torch.set_grad_enabled(model.recorded[k]):
+            x = model.between(k, x)
+            v = torch.zeros_like(x) if k in restarts else v
+            v = GAMMA * v + (1 - GAMMA) * (layer(x) - x)
+            x = x + v
+    return x
+
+
+def loss(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum() + y.square().sum()
+
+
+def gradients(model: nn.Module, y: Tensor) -> dict[str, Tensor | None]:
+    loss(y).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    for name, g in wanted.items():
+        assert (found[name] is None) == (g is None), name
+        if g is not None:
+            torch.testing.assert_close(found[name], g, rtol=1e-10, atol=1e-10)
+
+
+def built(memory: str, change: Callable[[Loop], None] = lambda model: None, **options: Any) -> tuple[Loop, Loop]:
+    torch.manual_seed(3)
+    model = Loop().double()
+    change(model)
+    plain = copy.deepcopy(model)
+    rg.convert(model, gamma=GAMMA, memory=memory, stages=["layers"], **options)
+    return model, plain
+
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("recorded", ["0001111", "1110011", "0010011", "1111110"])
+def test_blocks_without_gradients_before_between_and_after(memory: str, recorded: str) -> None:
+    def change(model: Loop) -> None:
+        model.recorded = [mark == "1" for mark in recorded]
+
+    model, plain = built(memory, change)
+    for _ in range(2):  # the first pass finds the range, the second has it
+        y, wanted = model(X), written_out(plain, X)
+        torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+        if y.requires_grad:
+            compare(gradients(model, y), gradients(plain, wanted))
+        else:
+            assert not wanted.requires_grad
+        model.zero_grad(), plain.zero_grad()
+
+
+@pytest.mark.parametrize("verify", ["end", "blocks"])
+def test_a_pass_that_begins_without_gradients_is_verified(verify: str) -> None:
+    """A block past the prefix that does not repeat itself is found."""
+
+    class Restless(Residual):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Restless.calls += 1
+            return super().forward(x) + 1e-3 * Restless.calls
+
+    def change(model: Loop) -> None:
+        model.recorded = [False] * 3 + [True] * 4
+        model.layers[5] = Restless().double()
+
+    model, _ = built("reverse", change, verify=verify)
+    with pytest.raises(rg.ReplayError):
+        loss(model(X)).backward()
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_leaf_made_of_x_after_a_frozen_trunk(memory: str) -> None:
+    leaves: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3:
+            x.requires_grad_()
+            leaves.append(x)
+        return x
+
+    def change(model: Loop) -> None:
+        model.recorded, model.between = [False] * 3 + [True] * 4, between
+
+    model, plain = built(memory, change)
+    leaves.clear()
+    loss(model(X)).backward()
+    ours = leaves[-1].grad
+    loss(written_out(plain, X)).backward()
+    torch.testing.assert_close(ours, leaves[-1].grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_hooks_see_and_change_all_of_the_gradient_of_x(memory: str) -> None:
+    seen: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k in (2, 5, 6) and x.requires_grad:
+            x.register_hook(lambda g: seen.append(g.clone()) or 0.5 * g)  # type: ignore[func-returns-value]
+        return x
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built(memory, change)
+    for _ in range(2):
+        found = gradients(model, model(X))
+        ours = seen.copy()
+        seen.clear()
+        compare(found, gradients(plain, written_out(plain, X)))
+        assert len(ours) == len(seen) == 3
+        for a, b in zip(ours, seen, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        seen.clear(), model.zero_grad(), plain.zero_grad()
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("at", [0, 3, 6])
+def test_a_retained_gradient_of_x_is_all_of_it(memory: str, at: int) -> None:
+    kept: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == at and x.requires_grad:
+            x.retain_grad()
+            kept.append(x)
+        return x
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built(memory, change)
+    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
+    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
+@pytest.mark.parametrize("memory", MODES)
+def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str, form: str) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(6)]
+    kept: list[Tensor] = []
+
+    def retain(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad and torch.is_grad_enabled() and not kept:
+            args[0].retain_grad()
+            kept.append(args[0])
+
+    net = rg.MomentumNet(blocks, GAMMA, form=form, memory=memory)
+    handle = blocks[3].register_forward_pre_hook(retain)
+    x0 = X.abs().requires_grad_()
+    loss(net(x0)).backward()
+    handle.remove()
+    x, v = x0, torch.zeros_like(x0)
+    for k, block in enumerate(blocks):
+        if k == 3:
+            x.retain_grad()
+            wanted = x
+        y = block(x)
+        f = y if form == "branch" else y - x if form == "block" else torch.relu(x + y) - x
+        v = GAMMA * v + (1 - GAMMA) * f
+        x = x + v
+    loss(x).backward()
+    torch.testing.assert_close(kept[0].grad, wanted.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_full_backward_hooks_are_given_all_of_the_gradient(memory: str) -> None:
+    seen: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3:
+            x.register_hook(lambda g: seen.append(g.clone()))
+        return x
+
+    model, plain = built(memory)
+    model.layers[2].register_full_backward_hook(lambda module, given, out: seen.append(out[0].clone()))
+    found = gradients(model, model(X))
+    plain.between = between
+    compare(found, gradients(plain, written_out(plain, X)))
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
+
+
+class Scale(Function):
+    """Gradient reversal and the like: nothing but another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return -0.1 * g
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "another gradient": Scale.apply,
+    "another gradient, then a view": lambda x: Scale.apply(x).view(x.shape),
+    "a view, another gradient, a view": lambda x: Scale.apply(x.view(-1)).view(x.shape),
+    "cut off, then a view": lambda x: x.detach().requires_grad_().view(x.shape),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_gradient_between_blocks_is_not_gone_around(way: str) -> None:
+    def change(model: Loop) -> None:
+        model.between = lambda k, x: WAYS[way](x) if k == 4 else x
+
+    model, plain = built("reverse", change)
+    with pytest.warns(UserWarning, match="its velocity starts from 0 again"):
+        y = model(X)
+    compare(gradients(model, y), gradients(plain, written_out(plain, X, restarts=(4,))))
+
+
+def test_views_go_on_with_the_pass() -> None:
+    def change(model: Loop) -> None:
+        model.between = lambda k, x: x.view(-1).view(x.shape) if k == 4 else x.view(x.shape)
+
+    model, plain = built("reverse", change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = model(X)
+    compare(gradients(model, y), gradients(plain, written_out(plain, X)))
+
+
+class Sum(nn.Module):
+    """x = x + block(x), in so many words."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleList(Residual(branch=True) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.how == "x + f":
+                x = x + layer(x)
+            elif self.how == "cut off":
+                x = x.detach() + layer(x)
+            elif self.how == "changed in between":
+                f = layer(x)
+                x.mul_(0.5)
+                x = x + f
+            elif self.how == "x += f":
+                x += layer(x)
+            elif self.how == "add_":
+                x.add_(layer(x))
+            elif self.how == "f += x":
+                f = layer(x)
+                f += x
+                x = f
+        return x
+
+
+@pytest.mark.parametrize("how", ["x + f", "cut off", "changed in between", "x += f", "add_", "f += x"])
+def test_additions_mean_what_they_say(how: str) -> None:
+    """Near γ = 0 the momentum network is the plain one, whatever the velocity starts from."""
+    torch.manual_seed(5)
+    plain = Sum(how).double()
+    model = rg.convert(copy.deepcopy(plain), gamma=1e-5, form="branch", stages=["layers"])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            torch.testing.assert_close(model(X.clone()), plain(X.clone()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["x + f", "cut off", "f += x"])
+@pytest.mark.parametrize("memory", ["reverse", "store"])
+def test_gradients_of_additions_mean_what_they_say(how: str, memory: str) -> None:
+    torch.manual_seed(5)
+    plain = Sum(how).double()
+    model = rg.convert(copy.deepcopy(plain), gamma=1e-5, form="branch", stages=["layers"], memory=memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, wanted = gradients(model, model(X)), gradients(plain, plain(X))
+    for name, g in wanted.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "store"])
+def test_a_kept_input_that_is_added_to_is_noticed(memory: str) -> None:
+    torch.manual_seed(5)
+    model = rg.convert(Sum("x += f").double(), gamma=0.5, form="branch", stages=["layers"], memory=memory)
+    x = X.clone()
+    with pytest.raises((rg.ReplayError, RuntimeError), match=r"changed|inplace"):
+        loss(model(x)).backward()

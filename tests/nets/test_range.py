@@ -1,0 +1,165 @@
+"""The fixed-point range where little is known of the activations: first passes, jumps, very small values; and a survey's traces."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.convert.convert import stages_of
+from retrograde.stack.headroom import MOST_BITS, calibrated
+
+GAMMA = 0.9
+
+
+def encoder(dtype: torch.dtype) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(dtype)
+
+
+def written_out(model: nn.TransformerEncoder, x: Tensor) -> Tensor:
+    v = torch.zeros_like(x)
+    for layer in model.layers:
+        v = GAMMA * v + (1 - GAMMA) * (layer(x) - x)
+        x = x + v
+    return x
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+def test_the_first_evaluation_of_a_converted_model_is_as_good_as_any(dtype: torch.dtype, close: float) -> None:
+    model, x = encoder(dtype).eval(), 50 * torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
+    wanted = written_out(copy.deepcopy(model).double(), x)
+    rg.convert(model, gamma=GAMMA)
+    with torch.no_grad():
+        for _ in range(2):
+            y = model(x.to(dtype))
+            assert (y.double() - wanted).abs().max() <= close * wanted.abs().max()
+
+
+@pytest.mark.parametrize("scale", [40.0, 4e3, 4e6])
+def test_training_on_inputs_that_outgrow_the_range(scale: float) -> None:
+    model = encoder(torch.float64)
+    plain = copy.deepcopy(model)
+    rg.convert(model, gamma=GAMMA, memory="reverse")
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    model(x).square().sum().backward()
+    model.zero_grad()
+    y, wanted = model(scale * x), written_out(plain, scale * x)
+    torch.testing.assert_close(y, wanted, rtol=1e-9, atol=1e-9 * scale)
+    y.square().sum().backward()
+    wanted.square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        size = float(q.grad.abs().max())
+        assert (p.grad - q.grad).abs().max() <= 1e-8 * size + 1e-12, name
+
+
+def test_a_pass_of_which_nothing_is_known_may_grow_without_end_once_it_was_seen_to() -> None:
+    """2^30 times the input does not fit; the pass after that takes a wider range, not the same again."""
+
+    class Grow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 2.0**38 * torch.tanh(self.w(x))
+
+    model = nn.Sequential(*(Grow() for _ in range(5))).double()
+    rg.convert(model, gamma=GAMMA, stages=[""])
+    (stage,) = stages_of(model)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for _ in range(3):
+            try:
+                y = model(x)
+                break
+            except rg.RangeOverflow:
+                continue
+        else:
+            pytest.fail("the range never grew")
+    assert y.abs().max() > 2.0**36
+    assert stage.range.of(True).fraction < 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("power", [10, 17, 24, 28, 36])
+def test_very_small_activations_are_held_as_well_or_refused(dtype: torch.dtype, power: int) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(5, 5, bias=False).to(dtype) for _ in range(6)]
+    net = rg.MomentumNet(blocks, GAMMA)
+    x = (10.0**-power * torch.randn(3, 5)).to(dtype)
+    if power > (17 if dtype == torch.float64 else 25):
+        with pytest.raises(rg.RangeOverflow, match="Multiply the input by a constant"):
+            net(x)
+        return
+    y = net(x)
+    doubles = [copy.deepcopy(block).double() for block in blocks]
+    wanted, v = x.double(), torch.zeros(3, 5, dtype=torch.float64)
+    for block in doubles:
+        v = GAMMA * v + (1 - GAMMA) * block(wanted)
+        wanted = wanted + v
+    close = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2}[dtype]
+    assert (y.double() - wanted).abs().max() <= close * wanted.abs().max()
+
+
+def test_zeros_are_not_small() -> None:
+    net = rg.MomentumNet([nn.Linear(5, 5, bias=False) for _ in range(3)], GAMMA)
+    assert not net(torch.zeros(2, 5)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_no_scale_is_beyond_float32(dtype: torch.dtype) -> None:
+    for exponent in (-300, -126, -90, -40, 0, 40):
+        fixed = calibrated(2.0**exponent, 2.0 ** (exponent - 30), dtype, most_guard=20)
+        assert fixed.bits <= MOST_BITS
+        assert math.isfinite(torch.tensor(2.0 ** (fixed.bits + fixed.guard), dtype=torch.float32).item())
+
+
+class Notes(nn.Module):
+    """Adds to a list that it is given, and reads what the others wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, notes: list[Tensor], more: dict[str, Any]) -> Tensor:
+        notes.append(x.detach())
+        more.setdefault("seen", []).append(len(notes))
+        return torch.tanh(self.linear(x)) * len(notes)
+
+
+def test_a_survey_adds_to_no_list_of_the_caller_s() -> None:
+    torch.manual_seed(0)
+    net = rg.MomentumNet([Notes() for _ in range(4)], GAMMA, memory="store")
+    x, outputs = torch.randn(2, 4), []
+    for _ in range(2):
+        notes: list[Tensor] = []
+        more: dict[str, Any] = {"seen": []}
+        outputs.append(net(x, notes, more))
+        assert len(notes) == 4
+        assert more["seen"] == [1, 2, 3, 4]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_survey_of_a_converted_model_adds_to_no_list_either() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
+
+        def forward(self, x: Tensor, notes: list[Tensor]) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                notes.append(x.detach())
+            return x
+
+    model, notes = Model(), list[Tensor]()
+    rg.convert(model, stages=["layers"])
+    model(torch.randn(2, 3, 8), notes).sum().backward()
+    assert len(notes) == 4
