@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import retrograde as rg
+from retrograde.nets.revnet import RevNet
 
 Between = Callable[[int, Tensor], Tensor]
 GAMMA = 0.9
@@ -216,6 +217,31 @@ def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str
         v = GAMMA * v + (1 - GAMMA) * f
         x = x + v
     loss(x).backward()
+    torch.testing.assert_close(kept[0].grad, wanted.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_rev_net_s_block_may_retain_the_gradient_of_its_input(memory: str) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(6)]
+    kept: list[Tensor] = []
+
+    def retain(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad and torch.is_grad_enabled() and not kept:
+            args[0].retain_grad()
+            kept.append(args[0])
+
+    net = RevNet(blocks[::2], blocks[1::2], memory=memory)
+    handle = blocks[3].register_forward_pre_hook(retain)
+    loss(net(X)).backward()
+    handle.remove()
+    streams = list(X.chunk(2, 1))
+    for k, block in enumerate(blocks):
+        if k == 3:
+            streams[1 - k % 2].retain_grad()
+            wanted = streams[1 - k % 2]
+        streams[k % 2] = streams[k % 2] + block(streams[1 - k % 2])
+    loss(torch.cat(streams, 1)).backward()
     torch.testing.assert_close(kept[0].grad, wanted.grad, rtol=1e-10, atol=1e-10)
 
 

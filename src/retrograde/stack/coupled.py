@@ -11,6 +11,7 @@ As in a momentum network (`graph`, `forward`) tokens carry gradients and integer
     Half    (token, y)   → token, float            the stream that a block moves, and that the next block reads
     Turn    (token)      → token                   the other stream, where both are squeezed
     Leave   (tokens)     → float, both streams in one
+    Rejoin  as in a momentum network
 
 A half adds, so its gradient needs no values: with g the gradient of the moved stream, gy = g and g passes on.
 """
@@ -29,6 +30,7 @@ from ..core.fixedpoint import FixedPoint
 from ..core.tape import Frame, Kept
 from .coupling import Coupling, Scheme, unsqueeze
 from .forward import Like
+from .graph import Rejoin, observed
 from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .proof import Proven
@@ -121,12 +123,11 @@ class Coupled:
 
     def step(self, block: Callable[..., Any], extra: Extra, name: str = "") -> None:
         """Run the next block and take its half-step."""
-        y, moved, r = (
-            self._output(block, extra, name or f"block {self.k}"),
-            self.k % 2,
-            self.state.scheme.squeezes[self.k],
-        )
+        x, moved, r = self.x, self.k % 2, self.state.scheme.squeezes[self.k]
+        y = self._output(block, extra, name or f"block {self.k}")
         if self.tracked:
+            if observed(x):
+                self.tokens[1 - moved] = Rejoin.apply(self.tokens[1 - moved], x, self.state)
             self.tokens[moved], self.x = Half.apply(self.tokens[moved], y, self.state, self.k)
             if r > 1:
                 self.tokens[1 - moved] = Turn.apply(self.tokens[1 - moved], self.state, r)
