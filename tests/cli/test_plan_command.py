@@ -13,4 +13,6 @@ def test_a_size_that_the_model_was_not_made_for(model: str) -> None:
     assert shown.exit_code == 1
     assert isinstance(shown.exception, SystemExit)
     (line,) = (line for line in shown.output.splitlines() if line.strip())
-    assert line.startswith("Error: ") and "shape (1, 3, 100, 100)" in line and line.endswith("Give another --size.")
+    assert line.startswith("Error: ")
+    assert "shape (1, 3, 100, 100)" in line
+    assert line.endswith("Give another --size.")

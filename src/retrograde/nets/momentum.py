@@ -79,7 +79,7 @@ class MomentumNet(nn.Module):
         verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
             not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises in the
             pass itself on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole
-            output.
+            output and what it saved for autograd, so that what enters the gradient alone is seen too.
             "off": blocks with random numbers or state of their own may give wrong gradients.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 
