@@ -78,7 +78,7 @@ class Ledger:
         if self.strict:
             self.parameters += call.parts.parameters
         if call.verified:
-            self.names[k], self.picked[k] = call.name, _picked(call, saved, x, lambda: False, None) or {}
+            self.names[k], self.picked[k] = call.name, _all(call, saved, x)
             self._add(k, [*saved, y], self.slots[k], 1)
             return True
         one = isinstance(y, Tensor)
@@ -258,6 +258,13 @@ def _picked(
             seen.add((where, factor))
             picked[index] = t.numel() if factor and where[0] not in held else _START
     return picked
+
+
+def _all(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
+    """As `_picked`, of all the tensors that can be compared; in a compiled block, running statistics are saved as copies."""
+    shapes = {t.shape for own, _ in call.parts.statistics for t in own.values() if t is not None}
+    picked = _picked(call, saved, x, lambda: False, None) or {}
+    return {index: most for index, most in picked.items() if saved[index].shape not in shapes}
 
 
 def _local(t: Tensor) -> Tensor:
