@@ -83,8 +83,8 @@ checkpoint mode in blocks that do not end in a product. None of the rows below i
 something that torch's generators did not draw (NumPy's numbers, say; gradients were then wrong by more than their size): what is
 multiplied by a gate of zeros, as ReZero, LayerScale and LoRA's B are at the start; the mask of a straight-through estimator, m·y
 + ((1 − m)·y).detach(); a factor that a Function of one's own saves for its backward. `verify="blocks"` sees all three in both
-modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above. What a
-Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
+modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above and copies of
+running statistics. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
 """
 
 

@@ -30,6 +30,7 @@ class Parts(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.zero, self.scale, self.run = nn.Parameter(torch.zeros(8)), 1.0, run
         self.side: Tensor | float = 0.0
+        self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
@@ -143,8 +144,15 @@ def own_function(m: Parts, x: Tensor) -> Tensor:
     return Scaled.apply(m.a(x).tanh(), torch.tensor([m.scale]))
 
 
+def straight_through_beside_a_norm(m: Parts, x: Tensor) -> Tensor:
+    """The mask has the shape of the running statistics, which are not compared."""
+    return m.norm(straight_through(m, x))
+
+
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
-@pytest.mark.parametrize("run", [*BLOCKS, gate_after_a_tanh, straight_through, own_function])
+@pytest.mark.parametrize(
+    "run", [*BLOCKS, gate_after_a_tanh, straight_through, straight_through_beside_a_norm, own_function]
+)
 def test_blocks_also_sees_what_enters_the_gradient_alone(run: Forward, memory: str) -> None:
     expected = gradients(run, "store", 0.9, "off", changed=False)
     found = gradients(run, memory, 0.9, "blocks", changed=False)

@@ -261,10 +261,15 @@ def _picked(
 
 
 def _all(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
-    """As `_picked`, of all the tensors that can be compared; in a compiled block, running statistics are saved as copies."""
-    shapes = {t.shape for own, _ in call.parts.statistics for t in own.values() if t is not None}
+    """As `_picked`, of all the tensors that can be compared, without copies of running statistics: a compiled block saves those."""
+    statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
+    copies = {index for index, t in enumerate(saved) if _plain(t) and any(_same(t, s) for s in statistics)}
     picked = _picked(call, saved, x, lambda: False, None) or {}
-    return {index: most for index, most in picked.items() if saved[index].shape not in shapes}
+    return {index: most for index, most in picked.items() if index not in copies}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def _local(t: Tensor) -> Tensor:
