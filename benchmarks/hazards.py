@@ -67,21 +67,24 @@ the others are wrong there as well, or right by luck where the quantity enters n
 
 The default, `verify="auto"`, sees it. In reverse mode v is hashed at every eighth layer of forward and where the gradients begin,
 and must hash to the same where backward ends; a wrong output anywhere above moves it. In checkpoint mode the output of each block
-is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP
-of two products, on a CPU), so their replay stops where the gradient has all it is made of, and that is hashed (3 %). Of parameters
-this takes the first 4,096 elements: plain autograd, too, holds them as they are. Three kinds of saved tensor are left out, because
-libraries leave anything in them: rows of bytes, uint64, and single int64 numbers; `verify="end"` runs a block that saves one
-to its end. On a CPU the error comes at the end of the
-backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
-`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by
-block, and an output on which no gradient depends may differ), `verify="blocks"` names the block.
-"""
+is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP of
+two products, on a CPU), so their replay stops where the gradient has all it is made of, and what their last products are made of
+is hashed, which determines the output, and the first 4,096 elements of everything else saved (of a transformer's layer: the
+inputs of its last two products, a sixth of what it saves). Where autograd does not have that (a last weight that is frozen),
+everything saved is hashed. Three kinds of tensor cannot be, because libraries leave anything in them: rows of bytes, uint64, and
+single int64 numbers; a block that saves one is run to its end, with the default only if it has no fused attention or cuDNN layer.
+Of parameters the first 4,096 elements are taken: plain autograd, too, holds them as they are. On a CPU the error comes at the end
+of the backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
+`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by block, and
+an output on which no gradient depends may differ), `verify="blocks"` names the block.
 
-
-SURVEY_NOTE = """\
-One row is left: with `fraction_bits="auto"` the first batch is run once more, to calibrate the range, and forward hooks see that
-run too. A hook that keeps the latest activation is right; one that keeps the first has one without gradients. Give
-`fraction_bits` a number there, or run a batch before hooks are set.
+What enters the gradient alone and not the output is not seen where outputs or states are compared: in reverse mode, and in
+checkpoint mode in blocks that do not end in a product. None of the rows below is of that kind. Three are known, each with
+something that torch's generators did not draw (NumPy's numbers, say; gradients were then wrong by more than their size): what is
+multiplied by a gate of zeros, as ReZero, LayerScale and LoRA's B are at the start; the mask of a straight-through estimator, m·y
++ ((1 − m)·y).detach(); a factor that a Function of one's own saves for its backward. `verify="blocks"` sees all three in both
+modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above and copies of
+running statistics. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
 """
 
 
@@ -119,7 +122,6 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
     lines += ["| | right | silently wrong | raises | cannot express |", "|---|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in summary(cells)]
     lines += ["", VERIFY_NOTE]
-    lines += [SURVEY_NOTE] * (cells["activations_appended"]["Retrograde"].kind == "wrong")
     for theme in THEMES:
         lines += [
             f"## {theme.capitalize()}",

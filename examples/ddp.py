@@ -64,6 +64,8 @@ def train(memory: str, device: torch.device) -> tuple[nn.Module, float, float, s
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("this is started by torchrun: torchrun --nproc_per_node 2 examples/ddp.py")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

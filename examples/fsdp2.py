@@ -65,6 +65,8 @@ def train(net: Model, device: torch.device) -> tuple[float, float]:
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("this is started by torchrun: torchrun --nproc_per_node 2 examples/fsdp2.py")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

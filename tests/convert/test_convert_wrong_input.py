@@ -8,8 +8,10 @@ import pytest
 import torch
 from conversion import anatomy
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import retrograde as rg
+from retrograde.convert.convert import stages_of
 from retrograde.extras import require
 
 
@@ -138,3 +140,35 @@ def test_called_without_its_input_or_with_integers() -> None:
         model.layers[0](mask=None)
     with pytest.raises(TypeError, match="floating-point"):
         model.layers[0](torch.ones(2, 5, 8, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("seen", [True, False])
+def test_traced(seen: bool, grad: bool) -> None:
+    """Refused, also by the survey, which hides what goes wrong in it; then trained as if nothing had been."""
+    model = rg.convert(encoder(6), memory="reverse")
+    if seen:
+        model(X)
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"torch\.jit\.trace does not see"):
+        torch.jit.trace(model, X)
+    model(X).sum().backward()
+    assert stages_of(model)[0].range.fixed.keys() == {torch.int32}
+
+
+def test_under_function_transforms_and_forward_mode() -> None:
+    model = rg.convert(encoder(6))
+    with pytest.raises(RuntimeError, match=r"torch\.func's transforms"):
+        torch.func.vmap(model)(X)
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        model(forward_ad.make_dual(X, torch.ones_like(X)))
+
+
+def test_sparse_meta_and_nan() -> None:
+    model: Any = rg.convert(encoder(6))
+    with pytest.raises(TypeError, match=r"input of layers\.0, converted .*sparse_coo one\. Pass x\.to_dense"):
+        model.layers[0](X.to_sparse())
+    with pytest.raises(rg.RangeOverflow, match=r"layers\.0-5': NaN or Inf in the input"):
+        model(X * float("nan"))
+    with pytest.raises(TypeError, match="a meta tensor has no values"):
+        model.to("meta")(X.to("meta"))

@@ -222,7 +222,7 @@ def test_wrong_input() -> None:
         RevNet([], [])
     with pytest.raises(TypeError, match="floating-point tensor"):
         revnet(1)(torch.ones(2, 8, dtype=torch.int64))
-    with pytest.raises(rg.RangeOverflow, match="NaN or Inf out of the input"):
+    with pytest.raises(rg.RangeOverflow, match="NaN or Inf in the input"):
         revnet(1)(torch.full((2, 8), float("nan")))
     with pytest.raises(rg.RangeOverflow, match=r"beyond .* fraction_bits=28"):
         revnet(1, fraction_bits=28)(torch.full((2, 8), 5.0))

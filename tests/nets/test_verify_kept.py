@@ -1,6 +1,7 @@
 """Blocks that end in products, whose replay stops early: what changes in between shows, and hooks of others are left alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from retrograde.stack import ledger
 
 Forward = Callable[["Parts", Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, params=["one by one", "together"])
+def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors as on a CPU, and as on an accelerator: one hash of all."""
+    if request.param == "together":
+        monkeypatch.setattr(ledger, "_ALONE", set())
 
 
 class Parts(nn.Module):
@@ -21,6 +30,7 @@ class Parts(nn.Module):
         self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.zero, self.scale, self.run = nn.Parameter(torch.zeros(8)), 1.0, run
         self.side: Tensor | float = 0.0
+        self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)
@@ -95,7 +105,7 @@ def gradients(run: Forward, memory: str, gamma: float, verify: str, changed: boo
     return [x.grad, *(p.grad for p in net.parameters())]
 
 
-@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("verify", ["auto", "end", "blocks"])
 @pytest.mark.parametrize("gamma", [0.9, 0.0])
 @pytest.mark.parametrize("run", BLOCKS)
 def test_right_to_the_bit_or_refused(run: Forward, gamma: float, verify: str) -> None:
@@ -104,6 +114,51 @@ def test_right_to_the_bit_or_refused(run: Forward, gamma: float, verify: str) ->
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(rg.ReplayError):
         gradients(run, "checkpoint", gamma, verify, changed=True)
+
+
+def gate_after_a_tanh(m: Parts, x: Tensor) -> Tensor:
+    """The output does not show what the gate is multiplied with, and there is no last product to stop at."""
+    return m.a(x).tanh() + m.zero * (x * m.scale)
+
+
+def straight_through(m: Parts, x: Tensor) -> Tensor:
+    """Part of the gradient is let through, all of the value."""
+    y, mask = m.a(x), torch.full((8,), m.scale) > 0.7
+    return y * mask + (y * ~mask).detach()
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, and a multiple of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.saved_tensors[0], None
+
+
+def own_function(m: Parts, x: Tensor) -> Tensor:
+    return Scaled.apply(m.a(x).tanh(), torch.tensor([m.scale]))
+
+
+def straight_through_beside_a_norm(m: Parts, x: Tensor) -> Tensor:
+    """The mask has the shape of the running statistics, which are not compared."""
+    return m.norm(straight_through(m, x))
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+@pytest.mark.parametrize(
+    "run", [*BLOCKS, gate_after_a_tanh, straight_through, straight_through_beside_a_norm, own_function]
+)
+def test_blocks_also_sees_what_enters_the_gradient_alone(run: Forward, memory: str) -> None:
+    expected = gradients(run, "store", 0.9, "off", changed=False)
+    found = gradients(run, memory, 0.9, "blocks", changed=False)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(rg.ReplayError, match="block 1 did not repeat itself"):
+        gradients(run, memory, 0.9, "blocks", changed=True)
 
 
 @pytest.mark.parametrize("inner", ["checkpoint", "network"])
@@ -131,3 +186,15 @@ def test_what_is_inside_a_block_is_not_run_again_in_forward(inner: str) -> None:
     assert [block.inner.runs for block in net.blocks] == [1, 1]
     assert [int(block.inner.norm.num_batches_tracked) for block in net.blocks] == [1, 1]
     y.sum().backward()
+
+
+@pytest.mark.parametrize("verify", ["auto", "end", "blocks"])
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_memory_that_an_operation_saves_without_writing_it(memory: str, verify: str) -> None:
+    """RReLU in eval mode: its noise is not drawn, and no gradient depends on it."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.RReLU(), nn.Linear(64, 64)) for _ in range(6)]
+    net = rg.MomentumNet(blocks, memory=memory, verify=verify).eval()
+    y = net(torch.randn(30, 64))
+    junk = [torch.full((30, 64), float(k)) for k in range(50)]  # what the next one finds
+    del junk
+    y.square().sum().backward()

@@ -1,15 +1,19 @@
 """Everything that is refused says what was given, what is allowed and what to do, and leaves gradients alone."""
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import retrograde as rg
 from problems import Mlp, float_recurrence, stack
+from retrograde.nets import RevNet
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, math.nan, math.inf, 1 - 1e-8, Fraction(1, 10**7)])
@@ -114,8 +118,23 @@ def test_values_beyond_the_range() -> None:
         net(torch.randn(3, 8))
     with pytest.raises(rg.RangeOverflow, match="the input"):
         net(torch.full((1, 8), 5e4))
-    with pytest.raises(rg.RangeOverflow, match="NaN or Inf out of the input"):
+    with pytest.raises(rg.RangeOverflow, match="NaN or Inf in the input"):
         net(torch.full((1, 8), math.nan))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("known", [False, True])
+def test_nan_in_the_input_is_not_laid_to_the_first_block(known: bool, value: float) -> None:
+    net, x = rg.MomentumNet([Mlp() for _ in range(3)]), torch.randn(2, 8)
+    if known:  # else it is the survey that meets it
+        net(x)
+    x[1, 3] = value
+    for training in (True, False):
+        with pytest.raises(rg.RangeOverflow, match="NaN or Inf in the input"):
+            net.train(training)(x)
+    launched = rg.MomentumNet([Mlp() for _ in range(3)], velocity=lambda x: x * value)
+    with pytest.raises(rg.RangeOverflow, match="NaN or Inf in the initial velocity"):
+        launched(torch.ones(2, 8))
 
 
 def test_after_an_overflow_the_range_is_found_anew() -> None:
@@ -208,6 +227,82 @@ def test_overflow_as_nan_for_loss_scaling_loops(how: str, memory: str) -> None:
 def test_input_that_is_no_float_tensor(x: object) -> None:
     with pytest.raises(TypeError, match="floating-point tensor"):
         rg.MomentumNet([Mlp()])(x)
+
+
+NESTED = [torch.randn(2, 8), torch.randn(3, 8)]
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning", "ignore:.*beta state:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(8).to_sparse(), r"sparse_coo one\. Pass x\.to_dense"),
+        (lambda: torch.eye(8).to_sparse_csr(), r"sparse_csr one\. Pass x\.to_dense"),
+        (lambda: torch.nested.nested_tensor(NESTED), r"nested one\. Pass x\.to_padded_tensor"),
+        (lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged), r"nested one\. Pass x\.to_padded_tensor"),
+    ],
+)
+def test_input_that_is_not_dense(make: Callable[[], Tensor], says: str) -> None:
+    with pytest.raises(TypeError, match=f"must be a dense floating-point tensor; got a .*{says}"):
+        rg.MomentumNet([Mlp()])(make())
+
+
+def test_input_without_values() -> None:
+    x = torch.empty(2, 8, device="meta")
+    with pytest.raises(TypeError, match=r"a meta tensor has no values.*rg\.plan"):
+        rg.MomentumNet([Mlp()]).to("meta")(x)
+    with pytest.raises(TypeError, match="a meta tensor has no values"):
+        rg.MomentumNet([Mlp()], fraction_bits=20).to("meta")(x)
+    with torch.no_grad():  # nothing is asked of the values
+        assert rg.MomentumNet([Mlp()], fraction_bits=20).to("meta")(x).shape == (2, 8)
+    rg.MomentumNet([Mlp()], gamma=0).to("meta")(x).sum().backward()
+
+
+def traced(net: nn.Module, x: Tensor) -> object:
+    return torch.jit.trace(net, x)
+
+
+def exported(net: nn.Module, x: Tensor) -> object:
+    return torch.export.export(net, (x,), strict=False)
+
+
+def made_fx(net: nn.Module, x: Tensor) -> object:
+    return make_fx(net)(x)
+
+
+def dual(net: nn.Module, x: Tensor) -> object:
+    with forward_ad.dual_level():
+        return net(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+SURROUNDINGS: list[tuple[Callable[[nn.Module, Tensor], object], str]] = [
+    (traced, r"torch\.jit\.trace does not see .* write its recurrence out"),
+    (exported, r"torch\.export does not see"),
+    (made_fx, "make_fx does not see"),
+    (dual, r"forward-mode derivatives .* torch\.autograd\.functional\.jvp"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("run", "says"), SURROUNDINGS)
+def test_what_does_not_see_through_the_integers(
+    run: Callable[[nn.Module, Tensor], object], says: str, grad: bool
+) -> None:
+    if run is exported and not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("this torch does not say that it exports")
+    x = torch.randn(2, 8)
+    for net in (rg.MomentumNet([Mlp() for _ in range(3)]), RevNet(*([nn.Linear(4, 4)] for _ in range(2)))):
+        net(x)
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=says):
+            run(net, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_the_plain_network_can_be_traced() -> None:
+    net, x = rg.MomentumNet([Mlp() for _ in range(3)], gamma=0), torch.randn(2, 8)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(net, x)(x + 1), net(x + 1))
 
 
 def test_state_of_another_network() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from rich import box
@@ -15,8 +16,10 @@ from rich.table import Table
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._pytree import tree_leaves
 
 from ..convert.plan import Plan, plan
+from ..convert.predict import predict
 from ..measure.units import human
 from .models import Source, source
 
@@ -75,7 +78,7 @@ def main(
     plans: dict[int, Plan] = {}
     for n, example in examples.items():
         with console.status(f"a training step of {chosen.name} at batch {n}, four ways"):
-            plans[n] = plan(model, example, **options)  # type: ignore[arg-type]
+            plans[n] = _planned(chosen.name, model, example, options)
     console.print(_stages(plans[batch]))
     console.print(_memory(plans, small, batch, optimizer, available))
     if available is not None:
@@ -85,6 +88,24 @@ def main(
         with console.status(f"the quickest way within {human(available)}"):
             told = _within(room, make)
         console.print(told, soft_wrap=True, highlight=False)
+
+
+def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any]) -> Plan:
+    """The plan; where the model itself fails on such a batch (a size it was not made for), an error that says so."""
+    try:
+        return plan(model, example, **options)
+    except (ValueError, TypeError):
+        raise  # in words already
+    except Exception as error:
+        try:
+            predict(model, example, autocast=options["autocast"])
+        except Exception as own:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(example) if isinstance(t, torch.Tensor))
+            raise ValueError(
+                f"{name} as it is fails on an input of shape {shapes}: {str(own).splitlines()[0] or type(own).__name__} "
+                "Give another --size."
+            ) from error
+        raise
 
 
 def built(chosen: Source) -> tuple[nn.Module, FakeTensorMode]:

@@ -13,6 +13,7 @@ from torch import nn
 from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers
 from ..stack.calibrate import apart, unheard
+from ..stack.inputs import check_surroundings
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.rectified import DEEPEST, rectified
@@ -226,6 +227,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         return
     stages: list[Stage] = model.__dict__.get(STAGES, [])
     if any(not (stage.surveyed or stage.dry) for stage in stages):
+        check_surroundings()  # here: what a survey raises is not shown
         _survey(model, stages, args, kwargs)
     _arrange(model, args, kwargs)
 

@@ -34,6 +34,7 @@ from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
+from ..stack.inputs import check_input, check_surroundings
 from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, leanest
@@ -228,9 +229,7 @@ class Stage:
 
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_nested:
-            kind = f"a nested or {x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{path}, converted to a momentum step, needs a floating-point tensor; got {kind}.")
+        check_input(x, f"the input of {path}, converted to a momentum step,")
         plan = self.plan_for(x.dtype)
         self.used = str(plan)
         if self.checkpointed or not any(self.recurrence.gammas):
@@ -290,6 +289,7 @@ class Stage:
             if self.settings.velocity == "first":
                 run.launch(own, extra, "block" if own.whole else self.recurrence.form)
             return run
+        check_surroundings()
         held = self.range.of(own.block.training)
         fixed = None if self.surveying else held.current(x)
         run = Pass(

@@ -24,6 +24,7 @@ from ..stack.calibrate import Range, apart
 from ..stack.coupled import Coupled
 from ..stack.coupling import Coupling, Scheme
 from ..stack.forward import Like
+from ..stack.inputs import check_surroundings
 from ..stack.planner import MODES
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.uncompiled import uncompiled
@@ -139,6 +140,7 @@ class CouplingNet(nn.Module):
     @uncompiled
     def _run(self, x0: Tensor, extra: Extra) -> Coupled:
         """One forward pass."""
+        check_surroundings()
         fixed = self.range.of(self.training).for_input(x0, self.scheme.most_guard, lambda: self._survey(x0, extra))
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory
         try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..stack.inputs import check_input, check_transforms
 from ..stack.later import capturing
-from .momentum import _check_input as check_input
 from .momentum import _choice as choice
 from .momentum import _modules as modules
 
@@ -36,6 +36,7 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 def check_finite(x: Tensor, what: str = "the input") -> None:
     """Refuse NaN and Inf, which an iteration or a solver would spread without a word."""
     check_input(x)
+    check_transforms()
     if capturing(x):  # nothing can be asked of it there
         return
     if not x.isfinite().all():

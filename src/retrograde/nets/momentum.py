@@ -26,6 +26,7 @@ from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range, apart, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
+from ..stack.inputs import check_input, check_surroundings
 from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
@@ -78,7 +79,7 @@ class MomentumNet(nn.Module):
         verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
             not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises in the
             pass itself on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole
-            output.
+            output and what it saved for autograd, so that what enters the gradient alone is seen too.
             "off": blocks with random numbers or state of their own may give wrong gradients.
         overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
 
@@ -169,12 +170,14 @@ class MomentumNet(nn.Module):
     @uncompiled  # the pass itself is not for the compiler; compiled blocks are
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
-        _check_input(x)
+        check_input(x)
         extra = Extra(args, kwargs)
         if any(self.recurrence.gammas):
             return self._run(x, extra).finish()
         memory = self._remembered(x, extra)
         kept, look = memory["stored_from"], memory["look"]
+        if kept > 0 and torch.is_grad_enabled():
+            check_surroundings()
         return residual(
             self._groups(),
             self.form,
@@ -189,7 +192,7 @@ class MomentumNet(nn.Module):
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
-        _check_input(x)
+        check_input(x)
         _check_reversible("reverse", self.recurrence)
         run = self._run(x, Extra(args, kwargs), reversible=True)
         held = run.state
@@ -242,6 +245,7 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
+        check_surroundings()
         settings = {
             "verify": self.verify,
             "overflow": self.overflow,
@@ -382,20 +386,4 @@ def _check_reversible(memory: str, recurrence: Recurrence) -> None:
         raise ValueError(
             "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
             "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
-        )
-
-
-def _check_input(x: Tensor) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        given = f"a tensor of dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        advice = (
-            " Pass its real and imaginary parts (torch.view_as_real)."
-            if isinstance(x, Tensor) and x.is_complex()
-            else ""
-        )
-        raise TypeError(f"the input must be a floating-point tensor; got {given}.{advice}")
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "torch.func's transforms (vmap, grad, jvp) do not see through the integer state of this network. Use torch.autograd "
-            "instead: torch.autograd.grad, or a loop over samples; torch.func.functional_call alone works."
         )

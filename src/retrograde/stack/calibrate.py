@@ -145,6 +145,11 @@ class Range:
     def current(self, x: Tensor) -> FixedPoint | None:
         """The fixed point for this input, if there is anything to go by. Raises as `for_input` does."""
         self.later.collect(x)
+        if x.is_meta and (self.setting == "auto" or torch.is_grad_enabled()):
+            raise TypeError(
+                "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
+                "them; else move the model and its input to a device."
+            )
         if self.narrow and x.dtype == torch.float64:
             raise ValueError("state_bits=16 cannot hold a float64 network. Use state_bits='auto'.")
         dtype = integer_dtype(x.dtype, self.narrow)

@@ -181,16 +181,16 @@ class Coupling:
 
     def _check(self, row: int, value: float) -> None:
         """Raise if the largest magnitude after a block (row 0: of the input) is out of range or not finite."""
-        limit, source = self.limits[0], f"block {row - 1}" if row else "the input"
+        limit, source = self.limits[0], f"out of block {row - 1}" if row else "in the input"
         if value <= limit:
             return
         if not value < float("inf"):
             raise RangeOverflow(
-                f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
+                f"NaN or Inf {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
             )
         unit = 2.0**-self.fixed.bits
         raise RangeOverflow(
-            f"a stream reaches {value * unit:.4g} out of {source}, beyond {limit * unit:.4g}, the range of fraction_bits="
+            f"a stream reaches {value * unit:.4g} {source}, beyond {limit * unit:.4g}, the range of fraction_bits="
             f"{self.fixed.bits}. Pass fewer fraction_bits (with 'auto' the next call calibrates anew), or look for activations "
             "that grow without bound."
         )

@@ -54,7 +54,7 @@ class Ledger:
 
     Args:
         verify: "auto": told `later`, gradients stay as they are; "end": raised before any gradient is made of what the replay has
-            saved, and those of later blocks put back; "blocks": the same, but the calls compare the outputs themselves.
+            saved, and those of later blocks put back; "blocks": the same of everything saved, and the calls compare the outputs.
     """
 
     def __init__(self, blocks: int, device: torch.device, verify: str, later: Later) -> None:
@@ -78,7 +78,8 @@ class Ledger:
         if self.strict:
             self.parameters += call.parts.parameters
         if call.verified:
-            self.picked[k] = {}
+            self.names[k], self.picked[k] = call.name, _all(call, saved, x)
+            self._add(k, [*saved, y], self.slots[k], 1)
             return True
         one = isinstance(y, Tensor)
         ends, factors = _last(y, saved, since) if one else (True, None)
@@ -234,13 +235,13 @@ def _picked(
 
     If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
     trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
-    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
-    output); bytes in a row and single numbers, which may be libraries' and hold anything, and what cannot be read (strict: then the
-    output). Of parameters and buffers the start will do: autograd too holds them as they are, every write to them but one through
-    `.data` is noticed, and those are to whole tensors.
+    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them, an RReLU in
+    eval mode memory that it has not written: then the output); bytes in a row and single numbers, which may be libraries' and hold
+    anything, and what cannot be read (strict: then the output). Of parameters and buffers the start will do: autograd too holds
+    them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
-    copies = bool(call.parts.statistics) and call.parts.instance_norms
-    if factors is None and copies:
+    loose = call.parts.unfilled or (bool(call.parts.statistics) and call.parts.instance_norms)
+    if factors is None and loose:
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
     held = _addresses(call.parts.watched)
@@ -248,7 +249,7 @@ def _picked(
     for index, t in enumerate(saved):
         t, factor = _local(t), factors is None or index in factors
         where = _whereabouts(t) if _plain(t) and not t.is_meta else (-1, 1)
-        if not where[0] or (not factor and (copies or where[0] in held)):
+        if not where[0] or (not factor and (loose or where[0] in held)):
             continue  # 0: memory that is let go and filled again from outside, as FSDP does with parameters
         if where[0] == -1 or t.is_quantized or _undefined(t):
             if factor and not t.is_meta and (factors is not None or strict()):
@@ -257,6 +258,18 @@ def _picked(
             seen.add((where, factor))
             picked[index] = t.numel() if factor and where[0] not in held else _START
     return picked
+
+
+def _all(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
+    """As `_picked`, of all the tensors that can be compared, without copies of running statistics: a compiled block saves those."""
+    statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
+    copies = {index for index, t in enumerate(saved) if _plain(t) and any(_same(t, s) for s in statistics)}
+    picked = _picked(call, saved, x, lambda: False, None) or {}
+    return {index: most for index, most in picked.items() if index not in copies}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def _local(t: Tensor) -> Tensor:

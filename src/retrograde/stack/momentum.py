@@ -271,15 +271,15 @@ def check_range(
     for row, (v, x) in enumerate(watch, start=first):
         if v <= limits[0] and x <= limits[1]:
             continue
-        source = f"block {row - 1}" if row else "the input or the initial velocity"
+        source = f"out of block {row - 1}" if row else f"in the {'initial velocity' if x <= limits[1] else 'input'}"
         if not (v < float("inf") and x < float("inf")):
             raise RangeOverflow(
-                f"NaN or Inf out of {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
+                f"NaN or Inf {source}. Nothing was kept; find where it comes from, or pass overflow='nan' to let it through."
             )
         which = int(x > limits[1])
         value, bits = (x, fixed.bits) if which else (v, fixed.bits + fixed.guard)
         raise RangeOverflow(
-            f"|{'vx'[which]}| = {value * 2.0**-bits:.4g} out of {source} is beyond {limits[which] * 2.0**-bits:.4g}, the range "
+            f"|{'vx'[which]}| = {value * 2.0**-bits:.4g} {source} is beyond {limits[which] * 2.0**-bits:.4g}, the range "
             f"of fraction_bits={fixed.bits}. Pass fewer fraction_bits (with 'auto' the next call calibrates anew), or look for "
             "activations that grow without bound."
         )

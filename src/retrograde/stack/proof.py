@@ -4,7 +4,8 @@
 the nearest of them below, and must hash to the same. An output of a block that is not that of forward moves v, and v only grows
 further apart on the way down (by 1/γ a layer), so the one comparison is for all blocks above.
 
-"checkpoint": block by block, see `ledger`. "blocks" takes outputs always, and compares them as the block is run again (`core.call`).
+"checkpoint": block by block, see `ledger`. "blocks" takes outputs always, and compares them as the block is run again (`core.call`);
+and, in both modes, what blocks saved for autograd: what enters gradients alone moves no output.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Proven(Tape):
         self.task: int | None = None  # the backward pass that was here last
         self.gradients: Gradients | None = None
         self.proved, self.rising = True, False
-        self.launched: Ledger | None = None  # no state leads back to what made the initial velocity
+        # of what made the initial velocity, to which no state leads back; with "blocks", of every block
+        self.noted: dict[Call, Ledger] = {}
         self.kept: Ledger | None = None  # of the blocks above, whose inputs are kept
 
     def mark(self, k: int) -> None:
@@ -47,13 +49,13 @@ class Proven(Tape):
             self.marks[k] = self.state.mark()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        if self.verify != "off" and saved and call is self.calls.get(-1):
-            self.launched = Ledger(1, saved[0].device, self.verify, self.later)
-            self.launched.note(0, call, saved, y, None, place())
+        if saved and (call.verified or (self.verify != "off" and call is self.calls.get(-1))):
+            ledger = self.noted[call] = Ledger(1, saved[0].device, self.verify, self.later)
+            ledger.note(0, call, saved, y, None, place())
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        if self.launched is not None and call is self.calls[-1]:
-            self.launched.check(0, [*saved, y])
+        if call in self.noted:
+            self.noted[call].check(0, [*saved, y])
 
     def recall(self, k: int) -> Tensor:
         if self.verify == "off" or self.lost:

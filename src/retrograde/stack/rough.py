@@ -43,6 +43,7 @@ class Rough(Momentum):
 
     def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
         self.rows[0][int(not velocity)] = _largest(x.detach()).float()
+        self._check(0)
         return torch.empty_like(x, dtype=self.fixed.work).copy_(x.detach())
 
 
