@@ -108,6 +108,17 @@ def test_very_small_activations_are_held_as_well_or_refused(dtype: torch.dtype, 
     assert (y.double() - wanted).abs().max() <= close * wanted.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e12, 1e30])
+@pytest.mark.parametrize("velocity", [None, "first"])
+def test_very_large_activations_are_held_too(dtype: torch.dtype, scale: float, velocity: str | None) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).to(dtype) for _ in range(6)]
+    x = (scale * torch.randn(3, 5)).to(dtype)
+    y = rg.MomentumNet(blocks, GAMMA, velocity=velocity)(x)
+    torch.testing.assert_close(y, x, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)  # f is nothing beside it
+
+
 def test_zeros_are_not_small() -> None:
     net = rg.MomentumNet([nn.Linear(5, 5, bias=False) for _ in range(3)], GAMMA)
     assert not net(torch.zeros(2, 5)).any()

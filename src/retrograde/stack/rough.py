@@ -20,7 +20,6 @@ class Rough(Momentum):
         super().__init__(
             x0, recurrence, FixedPoint(0, integer_dtype(x0.dtype)), reversible=False, overflow=overflow
         )  # fmt: skip
-        self.limits = (torch.finfo(self.fixed.work).max, torch.finfo(x0.dtype).max)
 
     def read(self) -> Tensor:
         return self._float().copy_(self.x)
@@ -42,6 +41,7 @@ class Rough(Momentum):
         return self.read()
 
     def _encoded(self, x: Tensor, velocity: bool = False) -> Tensor:
+        self.limits = (torch.finfo(self.fixed.work).max, torch.finfo(self.dtype).max)  # of floats
         self.rows[0][int(not velocity)] = _largest(x.detach()).float()
         self._check(0)
         return torch.empty_like(x, dtype=self.fixed.work).copy_(x.detach())
