@@ -305,6 +305,131 @@ def test_views_go_on_with_the_pass() -> None:
     compare(gradients(model, y), gradients(plain, written_out(plain, X)))
 
 
+@pytest.mark.parametrize("hook", [torch.neg, torch.nn.functional.hardtanh, nn.Hardtanh(), torch.zeros_like])
+def test_functions_of_pytorch_are_hooks_like_any_other(hook: Callable[[Tensor], Tensor]) -> None:
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3 and x.requires_grad:
+            x.register_hook(hook)
+        return x
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built("reverse", change)
+    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
+
+
+def test_a_multi_grad_hook_is_given_all_of_the_gradient() -> None:
+    seen: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3 and x.requires_grad:
+            torch.autograd.graph.register_multi_grad_hook((x,), lambda grads: seen.append(grads[0].clone()))
+        return x
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built("reverse", change)
+    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("verify", ["auto", "end", "blocks", "off"])
+def test_a_gradient_taken_between_two_blocks(memory: str, verify: str) -> None:
+    """As in a gradient penalty on an intermediate x: the pass goes on from where it was."""
+    taken: list[Tensor] = []
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k in (2, 5) and x.requires_grad:
+            taken.extend(torch.autograd.grad(x.square().sum(), stem(), retain_graph=True))
+        return x
+
+    stem: Callable[[], list[Tensor]] = list
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built(memory, change, verify=verify)
+    stem = lambda: list(model.stem.parameters())  # noqa: E731
+    y = model(X)
+    ours = [*taken, *(g for g in gradients(model, y).values() if g is not None)]
+    taken.clear()
+    stem = lambda: list(plain.stem.parameters())  # noqa: E731
+    wanted = written_out(plain, X)
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+    for a, b in zip(ours, [*taken, *(g for g in gradients(plain, wanted).values() if g is not None)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_pass_cannot_go_on_once_its_graph_is_freed() -> None:
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 5 and x.requires_grad:
+            x.sum().backward()
+        return x
+
+    def change(model: Loop) -> None:
+        model.between = between
+
+    model, _ = built("reverse", change)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        model(X)
+
+
+def test_blocks_of_inference_mode_are_not_gone_on_with() -> None:
+    model, _ = built("reverse")
+    with torch.inference_mode():
+        x = model.layers[0](model.stem(X))
+    with pytest.raises(RuntimeError, match=r"Use torch.no_grad\(\)"), torch.no_grad():
+        model.layers[1](x)
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_a_momentum_net_s_block_may_make_a_leaf_of_its_input(memory: str) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double().requires_grad_(k >= 3) for k in range(6)]
+    leaves: list[Tensor] = []
+
+    def leaf(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            leaves.append(args[0].requires_grad_())
+
+    net = rg.MomentumNet(blocks, GAMMA, memory=memory)
+    handle = blocks[3].register_forward_pre_hook(leaf)
+    loss(net(X)).backward()
+    handle.remove()
+    x, v = X, torch.zeros_like(X)
+    for k, block in enumerate(blocks):
+        if k == 3:
+            start = x = x.detach().requires_grad_()
+        v = GAMMA * v + (1 - GAMMA) * block(x)
+        x = x + v
+    loss(x).backward()
+    torch.testing.assert_close(leaves[0].grad, start.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("pattern", ["000111", "110011"])
+def test_a_transformer_s_fast_path_without_gradients_is_replayed_as_it_was(memory: str, pattern: str) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for mark, layer in zip(pattern, self.layers, strict=True):
+                with torch.set_grad_enabled(torch.is_grad_enabled() and mark == "1"):
+                    x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = rg.convert(Stack(), gamma=GAMMA, memory=memory, verify="end", stages=["layers"]).eval()
+    x = torch.randn(2, 5, 8)
+    for _ in range(2):
+        loss(model(x)).backward()
+
+
 class Sum(nn.Module):
     """x = x + block(x), in so many words."""
 
@@ -322,6 +447,14 @@ class Sum(nn.Module):
                 f = layer(x)
                 x.mul_(0.5)
                 x = x + f
+            elif self.how == "f changed":
+                f = layer(x)
+                f.mul_(0.5)
+                x = x + f
+            elif self.how == "f without gradients":
+                with torch.no_grad():
+                    f = layer(x)
+                x = x + f
             elif self.how == "x += f":
                 x += layer(x)
             elif self.how == "add_":
@@ -333,7 +466,7 @@ class Sum(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", ["x + f", "cut off", "changed in between", "x += f", "add_", "f += x"])
+@pytest.mark.parametrize("how", ["x + f", "cut off", "changed in between", "f changed", "x += f", "add_", "f += x"])
 def test_additions_mean_what_they_say(how: str) -> None:
     """Near γ = 0 the momentum network is the plain one, whatever the velocity starts from."""
     torch.manual_seed(5)
@@ -345,7 +478,7 @@ def test_additions_mean_what_they_say(how: str) -> None:
             torch.testing.assert_close(model(X.clone()), plain(X.clone()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["x + f", "cut off", "f += x"])
+@pytest.mark.parametrize("how", ["x + f", "cut off", "f += x", "f changed", "f without gradients"])
 @pytest.mark.parametrize("memory", ["reverse", "store"])
 def test_gradients_of_additions_mean_what_they_say(how: str, memory: str) -> None:
     torch.manual_seed(5)
@@ -353,9 +486,41 @@ def test_gradients_of_additions_mean_what_they_say(how: str, memory: str) -> Non
     model = rg.convert(copy.deepcopy(plain), gamma=1e-5, form="branch", stages=["layers"], memory=memory)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, wanted = gradients(model, model(X)), gradients(plain, plain(X))
+        inputs = [X.clone().requires_grad_() for _ in range(2)]
+        found, wanted = gradients(model, model(inputs[0] * 1)), gradients(plain, plain(inputs[1] * 1))
+    found, wanted = found | {"x": inputs[0].grad}, wanted | {"x": inputs[1].grad}
     for name, g in wanted.items():
-        torch.testing.assert_close(found[name], g, rtol=1e-3, atol=1e-4)
+        assert (found[name] is None) == (g is None)
+        if g is not None:
+            torch.testing.assert_close(found[name], g, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["hook", "retained", "alias"])
+def test_hooks_on_what_a_branch_gives_and_aliases_of_what_it_gets(how: str) -> None:
+    """The pass goes on, with the bits of one that nobody looks at."""
+    torch.manual_seed(5)
+    model = rg.convert(Sum("x + f").double(), gamma=GAMMA, form="branch", stages=["layers"])
+    quiet = gradients(model, model(X))
+    expected = {name: g.clone() for name, g in quiet.items() if g is not None}
+    model.zero_grad()
+    seen: list[Any] = []
+
+    def after(module: nn.Module, args: Any, f: Tensor) -> None:
+        if f.requires_grad:
+            seen.append(f)
+            f.retain_grad() if how == "retained" else f.register_hook(lambda g: seen.append(g.clone()))
+
+    if how == "alias":
+        model.layers[2].register_forward_pre_hook(lambda module, args: (args[0].view_as(args[0]),))
+    else:
+        model.layers[2].register_forward_hook(after)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(gradients(model, model(X)), expected)  # type: ignore[arg-type]
+    if how == "hook":
+        assert len(seen) == 2
+    elif how == "retained":
+        assert seen[0].grad is not None
 
 
 @pytest.mark.parametrize("memory", ["checkpoint", "store"])

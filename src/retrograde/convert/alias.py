@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+ADDED = "AddedBackward"  # of `branch`; its last input is what it gives
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
 _IDENTITIES = FSDP2 | {
+    ADDED,
     "BackwardHookFunctionBackward",
     "AliasBackward0",
     "ViewBackward0",
@@ -27,7 +29,9 @@ def same(x: Tensor, mine: Tensor, at: int) -> bool:
     """Whether x is `mine` as it was at that version, in value and gradient."""
     if version(x) != at:
         return False
-    return x is mine or (_alias(x, mine) and (not mine.requires_grad or handed_on(x, mine) is not None))
+    if x is mine or not _alias(x, mine):
+        return x is mine
+    return handed_on(x, mine) is not None if mine.requires_grad else not x.requires_grad
 
 
 def handed_on(x: Tensor, mine: Tensor) -> set[str] | None:
@@ -41,7 +45,7 @@ def handed_on(x: Tensor, mine: Tensor) -> set[str] | None:
         if node.name() not in _IDENTITIES or not 0 <= place < len(nexts):
             return None
         passed.add(node.name())
-        node, place = nexts[place]
+        node, place = nexts[-1 if node.name() == ADDED else place]
     return passed if node is not None and place == mine.output_nr else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .alias import same, version
 
@@ -18,30 +19,56 @@ _IN_PLACE = {Tensor.__iadd__, Tensor.add_}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | _IN_PLACE
 
 
+class Added(Function):
+    """x₀ and x₁ − x₀ → x₁: its gradient goes by the difference."""
+
+    @staticmethod
+    def forward(ctx: Any, x0: Tensor, difference: Tensor, x1: Tensor) -> Tensor:
+        return x1.view_as(x1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        return g, g, None
+
+
 class Branch(Tensor):
     """x₁ − x₀, which x₀ + … turns into x₁."""
 
-    pair: tuple[Tensor, Tensor, int]
+    pair: tuple[Tensor, Tensor, tuple[int, int]]
 
     @staticmethod
     def of(x0: Tensor, x1: Tensor) -> Tensor:
         difference = (x1 - x0).as_subclass(Branch)
-        difference.pair = (x0, x1, version(x0))
+        difference.pair = (x0, x1, (version(x0), version(difference)))
         return difference
+
+    def onto(self, x: Tensor) -> Tensor:
+        """The next x, for the x that this one was added to; by way of this tensor where somebody waits for its gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            waits = self.retains_grad or self._backward_hooks
+        return Added.apply(x, self.as_subclass(Tensor), self.pair[1]) if waits else self.pair[1]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ADDITIONS and len(args) == 2 and not kwargs:
             for this, other in (args, args[::-1]):
-                if isinstance(this, Branch) and isinstance(other, Tensor) and same(other, this.pair[0], this.pair[2]):
+                if isinstance(this, Branch) and isinstance(other, Tensor) and _adds_up(this, other):
                     if func in _IN_PLACE:  # for others who have the tensor that is written to
                         with torch._C.DisableTorchFunctionSubclass():
                             func(*args)
-                    return this.pair[1]
+                    return this.onto(other)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return _plain(result)
+
+
+def _adds_up(branch: Branch, x: Tensor) -> bool:
+    """Whether x + branch is the next x: both are as they were."""
+    x0, x1, (then, at_first) = branch.pair
+    if version(branch) != at_first or (x.requires_grad and not x1.requires_grad):
+        return False
+    return same(x, x0, then) or same(x0, x, then)  # the block may have been given an alias, by a hook
 
 
 def _plain(result: Any) -> Any:

@@ -34,6 +34,7 @@ from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
+from ..stack.graph import observed
 from ..stack.inputs import check_input, check_surroundings
 from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
@@ -89,8 +90,27 @@ def _spared(extra: Extra) -> Extra:
 def _copied(value: Any) -> Any:
     if not cached(value):
         return value
-    inside = [t for layer in getattr(value, "layers", ()) for t in vars(layer).values() if isinstance(t, Tensor)]
-    return copy.deepcopy(value, {id(t): t.clone() for t in inside})  # of itself it copies no tensor with a gradient
+    return copy.deepcopy(
+        value, {id(t): t.clone() for t in _inside(value)}
+    )  # of itself it copies no tensor with a gradient
+
+
+def _inside(cache: Any) -> Iterator[Tensor]:
+    """The tensors of a cache, those of its layers, and of the caches that it is made of."""
+    parts = (
+        cache.values()
+        if isinstance(cache, dict)
+        else cache
+        if isinstance(cache, list | tuple)
+        else vars(cache).values()
+    )
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, list | tuple | dict) or (
+            (cached(part) or hasattr(part, "keys")) and hasattr(part, "__dict__")
+        ):
+            yield from _inside(part)
 
 
 class Own:
@@ -245,7 +265,7 @@ class Stage:
             if self.recorder is not None:
                 self.recorder.end(track, k, x1)
         except RangeOverflow as error:
-            self.range.of(own.block.training).overflowed()
+            self.range.of(own.block.training).overflowed(None if run is None else run.state.watch)
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
             x1 = x1 if self.dry and x.device.type == "cpu" else run.finish()
@@ -312,7 +332,7 @@ class Stage:
             if entry.known(x):
                 del self.open[k]
                 mine, run = entry.x(), entry.left()
-                through = mine is not x and mine is not None and handed_on(x, mine) != FSDP2
+                through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
                 run.resume(x, through, record=not self.surveying)
                 return run
         if index and torch._C._current_graph_task_id() != -1:

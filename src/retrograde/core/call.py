@@ -71,6 +71,7 @@ class Call:
         self.versions, before = list(map(version, self.watched)), x._version
         self.generators, self.autocast = self.extra.around(x)
         self.requires_grad, self.places = x.requires_grad, shared(self.generators.places())
+        self.recorded = torch.is_grad_enabled()
         with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else _NOTHING:
             y = self.block(x, *self.extra.args, **self.extra.kwargs)
         self.writes = x._version != before
@@ -104,7 +105,7 @@ class Call:
             for own, scratch in statistics:  # a graph of the backward pass keeps them: then they must be its own
                 own.update({name: b if b is None else b.clone() for name, b in scratch.items()} if grad else scratch)
             generators.put(self.places)
-            torch._C._set_grad_enabled(True)
+            torch._C._set_grad_enabled(self.recorded)
             with around, saved_tensors_hooks(hook, saved.__getitem__):
                 x = x.requires_grad_(self.requires_grad)
                 x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to

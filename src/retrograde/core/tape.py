@@ -120,6 +120,12 @@ class Tape:
             self._whole(self.state.advance, self.at, self._output(self.at, self.state.read()))
             self.at += 1
 
+    def return_to(self, k: int) -> None:
+        """Forward goes on from layer k, though a backward pass has been here in between."""
+        if self.lost:
+            raise RuntimeError(self.lost)
+        self.seek(k)
+
     def _output(self, k: int, x: Tensor) -> Tensor:
         """Block k again, for its output alone."""
         saved: list[Tensor] = []

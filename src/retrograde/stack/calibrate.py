@@ -10,7 +10,9 @@ anything (`widened`).
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
-from .headroom import HEADROOM, calibrated, check_resolution, follow
+from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow
 from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
+
+WIDE = 32
 
 
 def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
@@ -40,21 +44,23 @@ def wide(x0: Tensor, recurrence: Recurrence, fraction: int) -> FixedPoint:
     peak = float(x0.detach().abs().amax()) if x0.numel() else 0.0
     finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
     guard = 2 + math.ceil(-math.log2(finest))
-    exponent = max(math.frexp(peak)[1], -48)
-    return FixedPoint(fraction - exponent if math.isfinite(peak) else 0, torch.int64, guard)
+    bits = max(min(fraction - math.frexp(peak)[1], MOST_BITS), -64)
+    return FixedPoint(bits if math.isfinite(peak) else 0, torch.int64, guard)
 
 
 def apart(value: Any) -> Any:
     """The value, with lists, dictionaries and sets of its own: a survey may add to them. What is in them is shared."""
-    if type(value) in (list, tuple):
-        return type(value)(map(apart, value))
-    return (
-        {key: apart(v) for key, v in value.items()}
-        if type(value) is dict
-        else set(value)
-        if type(value) is set
-        else value
-    )
+    if type(value) is tuple:
+        return tuple(map(apart, value))
+    if type(value) not in (list, dict, set, deque, defaultdict, OrderedDict):
+        return value
+    own = copy.copy(value)
+    if isinstance(own, dict):
+        own.update({key: apart(v) for key, v in value.items()})
+    elif not isinstance(own, set):
+        own.clear()
+        own.extend(map(apart, value))
+    return own
 
 
 @contextmanager
@@ -109,6 +115,8 @@ class Range:
     behind, makes other activations than training does.
     """
 
+    fraction = WIDE  # of passes of which nothing is known yet: see `wide`
+
     def __init__(self, setting: Any, narrow: bool = False, other: bool = False) -> None:
         if setting != "auto" and (
             isinstance(setting, bool) or not isinstance(setting, Integral) or not -64 <= int(setting) <= 96
@@ -119,7 +127,6 @@ class Range:
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
         self.begun = False
-        self.fraction = 32  # of passes of which nothing is known yet
         self.other: Range | None = None
         if not other:
             self.other = Range(setting, narrow, other=True)
@@ -170,7 +177,7 @@ class Range:
         fixed = calibrated(peak_x, peak_v, dtype, most_guard)
         check_resolution(peak_x, fixed)
         self.fixed[dtype] = fixed
-        self.begun = True
+        self.begun, self.fraction = True, WIDE
         return fixed
 
     def seen(self, state: Momentum) -> None:
@@ -185,10 +192,10 @@ class Range:
         if outcome.raises:
             check_range(watch.tolist(), outcome.fixed, outcome.limits)
 
-    def overflowed(self) -> None:
-        """A pass left its range: the next one gets another."""
-        if not self.fixed:
-            self.fraction = max(self.fraction - 16, 0)
+    def overflowed(self, values: Tensor | None = None) -> None:
+        """A pass left its range, with these largest values: the next one gets another."""
+        if not self.fixed and values is not None and values.isfinite().all():
+            self.fraction -= 16 + max(math.frexp(float(values.max()))[1] - 62, 0)
         known = self.fixed.items() if several_processes() else ()
         self.fixed = {dtype: widened(fixed, 2 * HEADROOM) for dtype, fixed in known}
 
@@ -203,7 +210,7 @@ class Range:
     def _note(self, watch: Tensor, state: Momentum | Outcome) -> None:
         fixed = state.fixed
         if not (watch <= fixed.limit).all():
-            self.overflowed()
+            self.overflowed(watch)
         elif fixed.dtype in self.fixed:
             now = self.fixed[fixed.dtype]
             self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)

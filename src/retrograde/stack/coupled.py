@@ -126,7 +126,7 @@ class Coupled:
         x, moved, r = self.x, self.k % 2, self.state.scheme.squeezes[self.k]
         y = self._output(block, extra, name or f"block {self.k}")
         if self.tracked:
-            if observed(x):
+            if observed(x) or (x.grad_fn is None and x.requires_grad):
                 self.tokens[1 - moved] = Rejoin.apply(self.tokens[1 - moved], x, self.state)
             self.tokens[moved], self.x = Half.apply(self.tokens[moved], y, self.state, self.k)
             if r > 1:

@@ -89,13 +89,17 @@ class Forward:
     def resume(self, x: Tensor, through: bool, record: bool) -> None:
         """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
         self.x = x
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "the blocks before were run in inference_mode, whose tensors cannot be gone on with outside of it. Use torch.no_grad()."
+            )
         if not (record and torch.is_grad_enabled()):
             return
         if not self.tracked:  # so far: what the blocks had to do with gradients is nobody's
             self._remember()
             self.state.thread = SameThread() if x.is_cuda else None
             self.xt, self.vt, through = self.state.token(), self.state.token(), True
-        if through or (x.grad_fn is None and x.requires_grad):
+        if through:
             self._rejoin(x)
 
     def _rejoin(self, x: Tensor) -> None:
@@ -114,6 +118,8 @@ class Forward:
     def step(self, block: Block, extra: Extra, name: str | None = None, whole: bool = False) -> Tensor:
         """Run the next block and take its step; the new x. `whole`: in form "relu", the block gives relu(x + f(x)) itself."""
         k = self.k
+        if self.tape.at != k and self.state is self.tape.state:
+            self.tape.return_to(k)
         if whole:
             self.state.whole.add(k)
         if k == min(self.kept_from, self.stored_from) and self.mode == "reverse":
@@ -121,7 +127,7 @@ class Forward:
         x = self.x
         y = self._output(block, extra, k, name or f"block {k}")
         if self.tracked:
-            if observed(x):
+            if observed(x) or (x.grad_fn is None and x.requires_grad):
                 self._rejoin(x)
             if torch.is_autocast_enabled(self.like.device.type):
                 torch.clear_autocast_cache()  # or the block's weights, cast, would be held to the end of the forward pass

@@ -232,13 +232,13 @@ class Rejoin(Function):
 
 
 def observed(x: Tensor) -> bool:
-    """Whether somebody looks at the gradient of x, or changes it. PyTorch's own hooks (FSDP2's) and ours do neither."""
+    """Whether somebody looks at the gradient of x, or changes it. FSDP2's hooks and ours do neither."""
     hooks = x._backward_hooks
     return x.retains_grad or bool(hooks and not all(map(_own, hooks.values())))
 
 
 def _own(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("torch", "retrograde")
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "retrograde."))
 
 
 class Leave(Function):
