@@ -11,12 +11,8 @@ from torch import Tensor
 
 ADDED = "AddedBackward"  # of `branch`; its last input is what it gives
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
-_IDENTITIES = FSDP2 | {
-    ADDED,
-    "BackwardHookFunctionBackward",
-    "AliasBackward0",
-    "ViewBackward0",
-}  # the first: register_full_backward_hook
+HOOKED = "BackwardHookFunctionBackward"  # register_full_backward_hook
+_IDENTITIES = FSDP2 | {ADDED, HOOKED, "AliasBackward0", "ViewBackward0"}
 """Nodes of autograd's graph that hand on a tensor and its gradient as they are."""
 
 

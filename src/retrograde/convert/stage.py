@@ -90,26 +90,17 @@ def _spared(extra: Extra) -> Extra:
 def _copied(value: Any) -> Any:
     if not cached(value):
         return value
-    return copy.deepcopy(
-        value, {id(t): t.clone() for t in _inside(value)}
-    )  # of itself it copies no tensor with a gradient
+    tensors = {id(t): t.clone() for t in _inside(value)}  # deepcopy refuses those with a gradient
+    return copy.deepcopy(value, tensors)
 
 
 def _inside(cache: Any) -> Iterator[Tensor]:
     """The tensors of a cache, those of its layers, and of the caches that it is made of."""
-    parts = (
-        cache.values()
-        if isinstance(cache, dict)
-        else cache
-        if isinstance(cache, list | tuple)
-        else vars(cache).values()
-    )
-    for part in parts:
+    named = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
+    for part in cache if isinstance(cache, list | tuple) else named.values():
         if isinstance(part, Tensor):
             yield part
-        elif isinstance(part, list | tuple | dict) or (
-            (cached(part) or hasattr(part, "keys")) and hasattr(part, "__dict__")
-        ):
+        elif isinstance(part, list | tuple | dict) or cached(part) or hasattr(part, "keys"):
             yield from _inside(part)
 
 
