@@ -101,6 +101,28 @@ def _converted_blocks(model: nn.Module) -> Sequence[nn.Module]:
     return list(model.get_submodule("1").children())
 
 
+class Added(nn.Module):
+    """A loop that adds what its blocks give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(16, 24) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _branches(memory: str, verify: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 16), Added(), nn.Linear(16, OUTPUTS))
+    return rg.convert(model, form="branch", stages=["1.layers"], memory=memory, verify=verify)
+
+
+def _branch_blocks(model: nn.Module) -> Sequence[nn.Module]:
+    return list(model.get_submodule("1.layers").children())
+
+
 def _own_blocks(model: nn.Module) -> Sequence[nn.Module]:
     assert isinstance(model, Model)
     return list(model.body.blocks)
@@ -111,6 +133,7 @@ SUBJECTS = {
     "attention": Subject(partial(_attention, 0.0), _own_blocks, (5, 6), alone=True),
     "attention+dropout": Subject(partial(_attention, 0.2), _own_blocks, (5, 6), alone=False),
     "converted": Subject(_converted, _converted_blocks, (6,), alone=True),
+    "branch": Subject(_branches, _branch_blocks, (6,), alone=True),
     "conv+batchnorm": Subject(_conv, _own_blocks, (2, 5, 5), alone=False),
 }
 

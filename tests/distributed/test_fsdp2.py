@@ -80,6 +80,20 @@ def case_way(kind: str, way: str, rank: int) -> dict[str, Tensor]:
     return every_mode(kind, way, rank)
 
 
+def halved(kind: str, model: nn.Module) -> None:
+    """Have the gradient of what block 2 hands on halved."""
+
+    def hook(module: nn.Module, args: Any, x: Tensor) -> None:
+        if x.requires_grad:
+            x.register_hook(lambda g: g / 2)
+
+    SUBJECTS[kind].blocks(model)[2].register_forward_hook(hook)
+
+
+def case_looked_at(way: str, rank: int) -> dict[str, Tensor]:
+    return every_mode("converted", way, rank, prepare=partial(halved, "converted"))
+
+
 def case_accumulate(way: str, every_block: bool, rank: int) -> dict[str, Tensor]:
     """Two micro-batches a step; gradients are reduced in the second one's backward pass only."""
     found = {}
@@ -199,6 +213,8 @@ def case_collectives(memory: str, rank: int) -> list[list[str]]:
 BITS: dict[str, Case] = {
     f"{kind}, {way}": partial(case_way, kind, way) for kind in ("mlp", "attention+dropout", "converted") for way in WAYS
 }
+BITS |= {f"branch, {way}": partial(case_way, "branch", way) for way in ("reshard", "keep")}
+BITS |= {f"looked at, {way}": partial(case_looked_at, way) for way in ("reshard", "keep")}
 BITS |= {f"conv+batchnorm, {way}": partial(case_way, "conv+batchnorm", way) for way in ("reshard", "keep")}
 BITS |= {f"accumulate, {way}": partial(case_accumulate, way, True) for way in ("reshard", "keep")}
 BITS |= {"accumulate, kept gathered": partial(case_accumulate, "keep", False), "built before and after": case_before}
@@ -238,13 +254,30 @@ def test_keeping_parameters_gathered_changes_no_bit(outcomes: Outcomes, kind: st
 
 @pytest.mark.parametrize("kind", ["mlp", "attention+dropout", "converted", "conv+batchnorm"])
 def test_reduced_gradient_is_the_mean_of_the_halves_to_the_bit(outcomes: Outcomes, kind: str) -> None:
+    found = whole(outcomes.of(f"{kind}, reshard"))
+    assert_same_bits({n: g for n, g in found.items() if n.startswith("gradient 0")}, mean_of_halves(kind))
+
+
+@pytest.mark.parametrize("case", ["branch", "looked at"])
+def test_reduced_gradient_is_the_mean_of_the_halves_where_it_is_looked_at(outcomes: Outcomes, case: str) -> None:
+    """To rounding: FSDP2's own hook on a branch leads the gradient through it, too."""
+    kind = "branch" if case == "branch" else "converted"
+    expected = mean_of_halves(kind, None if case == "branch" else partial(halved, kind))
+    found = whole(outcomes.of(f"{case}, reshard"))
+    for name, g in expected.items():
+        torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
+
+
+def mean_of_halves(kind: str, prepare: Callable[[nn.Module], None] | None = None) -> dict[str, Tensor]:
+    """Without FSDP2, one process after the other."""
     halves = []
     for rank in (0, 1):
         torch.manual_seed(100 + rank)
-        halves.append(gradients_of(train(SUBJECTS[kind].build("store"), SUBJECTS[kind], rank, steps=1)))
-    expected = {n: (halves[0][n] + halves[1][n]) / 2 for n in halves[0]}
-    found = whole(outcomes.of(f"{kind}, reshard"))
-    assert_same_bits({n: g for n, g in found.items() if n.startswith("gradient 0")}, expected)
+        model = SUBJECTS[kind].build("store")
+        if prepare is not None:
+            prepare(model)
+        halves.append(gradients_of(train(model, SUBJECTS[kind], rank, steps=1)))
+    return {n: (halves[0][n] + halves[1][n]) / 2 for n in halves[0]}
 
 
 def test_mixed_precision_was_on(outcomes: Outcomes) -> None:
