@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 import retrograde as rg
+from retrograde.stack.timeline import with_reserve
 
 from .cases import Case, selected
 from .compiling import Compiled, compiled, run
@@ -55,12 +56,11 @@ class Setup:
     functions: dict[str, Callable[[nn.Module, Tensor], Tensor]] = field(default_factory=dict)
 
     def room(self, budget: Budget) -> int:
-        """A budget in bytes."""
+        """A budget in bytes. The case's own share is of what is measured: the planner's reserve comes on top."""
         share, of = budget
-        share = self.case.share if share is None else share
         if of not in self.peaks:
             raise ValueError(f"a budget is a share of what {of} takes, which was not measured: add the method {of!r}.")
-        return int(share * self.peaks[of])
+        return with_reserve(int(self.case.share * self.peaks[of])) if share is None else int(share * self.peaks[of])
 
     def compiled(self, use: str) -> Callable[[nn.Module, Tensor], Tensor]:
         """`run`, compiled for this use."""
@@ -294,11 +294,23 @@ def _fitted() -> list[Method]:
             applies=narrow_tokens,
         ),
         _ours(
+            "fitted-branch-16bit-unchecked", f'{aim}, form="branch", state_bits=16, verify="off"', "auto", form="branch",
+            budget=FITTED, state_bits=16, verify="off", applies=narrow_tokens,
+        ),
+        _ours(
+            "fitted-branch-16bit-compiled", f'{aim}, form="branch", state_bits=16, every block compiled', "auto", form="branch",
+            budget=FITTED, state_bits=16, compile_blocks=True, applies=narrow_tokens,
+        ),
+        _ours(
             "fitted-every2", f"{aim}, one momentum step for two layers", "auto", form="branch", budget=FITTED, every=2, applies=_deep
         ),
         _ours(
             "fitted-16bit-every2", f"{aim}, one momentum step for two layers, state_bits=16", "auto", form="branch", budget=FITTED,
             every=2, state_bits=16, applies=_deep,
+        ),
+        _ours(
+            "fitted-16bit-every2-unchecked", f'{aim}, one momentum step for two layers, state_bits=16, verify="off"', "auto",
+            form="branch", budget=FITTED, every=2, state_bits=16, verify="off", applies=_deep,
         ),
     ]  # fmt: skip
 
@@ -368,6 +380,10 @@ def methods() -> list[Method]:
         _ours(
             "branch-16bit-reverse", 'ours, reverse, form="branch", state_bits=16', "reverse", form="branch", state_bits=16,
             applies=lambda case: _low(case) and _tokens(case),
+        ),
+        _ours(
+            "branch-16bit-unchecked", 'ours, reverse, form="branch", state_bits=16, verify="off"', "reverse", form="branch",
+            state_bits=16, verify="off", applies=lambda case: _low(case) and _tokens(case),
         ),
         _ours("every2-reverse", "ours, reverse, one momentum step for two blocks (every=2)", "reverse", every=2),
         _ours("every2-auto", "ours, auto, every=2", "auto", every=2),
