@@ -46,6 +46,7 @@ class Config:
     warmup: float = 0.0  # epochs; onecycle: 30 % of them unless given
     amp: str = "off"
     channels_last: bool = True
+    graph: bool = False  # forward and backward as a CUDA graph
     limit: int | None = None  # training images
     repeats: int = 10
 
@@ -101,6 +102,7 @@ class Config:
             "warmup",
             "amp",
             "channels_last",
+            "graph",
         )
         return Recipe(**{**{name: getattr(self, name) for name in names}, **changes})
 
