@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from ..core.call import Extra
 from ..stack.rectified import heard, rectified
 from ..stack.uncompiled import uncompiled
-from .stage import Own, Spare, Stage, cached
+from .cache import Spare, cached
+from .own import Own
+from .stage import Stage
 
 PLACE = "_retrograde_place"
 _ONCE = "model.gradient_checkpointing_disable() first."

@@ -14,17 +14,15 @@ The fixed-point range comes from a survey of the whole model, without gradients,
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.call import Call, Extra
 from ..core.errors import RangeOverflow, ReplayError
@@ -42,6 +40,8 @@ from ..stack.planner import Plan, leanest
 from .alias import FSDP2, handed_on, same, version
 from .arrange import Recorder
 from .branch import Branch
+from .cache import spared
+from .own import Own
 
 
 @dataclass(frozen=True)
@@ -58,95 +58,6 @@ class Settings:
     state_bits: int | str = "auto"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
-
-
-class Spare:
-    """A key-value cache of which every run of a block gets a copy to write to, so that it finds it as the first run did.
-
-    Left out altogether it would be nearly the same; but keys and values out of a cache are laid out in another way, which
-    attention shows in the last bits.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = copy.deepcopy(cache)
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        return copy.deepcopy(value.cache) if isinstance(value, Spare) else value
-
-
-def cached(value: Any) -> bool:
-    """Whether an extra input is a key-value cache."""
-    return hasattr(value, "get_seq_length") and not isinstance(value, Tensor)
-
-
-def _spared(extra: Extra) -> Extra:
-    """Extra inputs for a run that is to leave no trace in a key-value cache."""
-    if not any(map(cached, (*extra.args, *extra.kwargs.values()))):
-        return extra
-    return Extra(tuple(map(_copied, extra.args)), {name: _copied(value) for name, value in extra.kwargs.items()})
-
-
-def _copied(value: Any) -> Any:
-    if not cached(value):
-        return value
-    tensors = {id(t): t.clone() for t in _inside(value)}  # deepcopy refuses those with a gradient
-    return copy.deepcopy(value, tensors)
-
-
-def _inside(cache: Any) -> Iterator[Tensor]:
-    """The tensors of a cache, those of its layers, and of the caches that it is made of."""
-    named = cache if isinstance(cache, dict) else getattr(cache, "__dict__", {})
-    for part in cache if isinstance(cache, list | tuple) else named.values():
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, list | tuple | dict) or cached(part) or hasattr(part, "keys"):
-            yield from _inside(part)
-
-
-class Own:
-    """A converted block's own forward, with x first and one tensor out.
-
-    What the block returns besides (attention weights, a position bias) is put by in its first run.
-
-    Args:
-        forward: its own, or f of relu(x + f(x)).
-        whole: it is its own though the steps would form relu(x + f) themselves.
-    """
-
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, dry: Any = None, whole: bool = False
-    ) -> None:
-        self.block, self.forward, self.keyword, self.dry, self.whole = block, forward, keyword, dry, whole
-        self.out: Any = None
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(Spare.of, args)), {name: Spare.of(value) for name, value in kwargs.items()}
-        if self.keyword is not None:
-            kwargs[self.keyword] = x
-        else:
-            args = (x, *args)
-        if self.dry is None:
-            out = self.forward(self.block, *args, **kwargs)
-        else:
-            with self.dry():
-                out = self.forward(self.block, *args, **kwargs)
-        if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
-            if self.out is None:
-                self.out = (type(out), out[1:])
-            return out[0]
-        return out
-
-    def with_x(self, x: Tensor) -> Any:
-        """What the block returned in its first run, with this x."""
-        if self.out is None:
-            return x
-        kind, rest = self.out
-        self.out = ()
-        return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
-
-    def modules(self) -> Iterator[nn.Module]:
-        return self.block.modules()
 
 
 class Pass(Forward):
@@ -315,7 +226,7 @@ class Stage:
         )
         run.range, run.learns = held, fixed is None
         if self.settings.velocity == "first":
-            run.launch(own, _spared(extra), "block" if own.whole else self.recurrence.form)
+            run.launch(own, spared(extra), "block" if own.whole else self.recurrence.form)
         return run
 
     def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
