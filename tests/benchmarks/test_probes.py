@@ -90,3 +90,13 @@ def test_kernel_times_name_what_ran_and_how_long(capsys: pytest.CaptureFixture[s
 def test_without_a_gpu_kernel_times_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("kernel_times")["main"]([]) == 1
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_the_cost_of_a_block_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = script("block_cost")
+    cost["main"](["--blocks", "4", "--width", "4", "--repeats", "1"])
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.split()[-2:] == ["median", "least"]
+    names = {line[:32].strip() for line in rows}
+    assert names == set(cost["steps"](2, 4))
+    assert all(0 < float(least) <= float(median) for *_, median, least in map(str.split, rows))

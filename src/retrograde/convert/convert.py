@@ -248,8 +248,9 @@ def _survey(model: nn.Module, stages: list[Stage], args: tuple[Any, ...], kwargs
             for stage in stages:
                 stage.surveying = True
             model.forward(*apart(args), **apart(kwargs))
-    except Exception:
-        pass  # what is wrong with the model shows in the step itself
+    except Exception:  # what is wrong with the model shows in the step itself
+        for stage in stages:
+            stage.open.clear()  # a pass that was cut off says nothing of the blocks after it
     finally:
         torch.set_autocast_cache_enabled(cached)
         for stage in stages:
