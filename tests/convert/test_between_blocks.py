@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 import retrograde as rg
 from retrograde.nets.revnet import RevNet
@@ -190,11 +191,8 @@ def test_a_retained_gradient_of_x_is_all_of_it(memory: str, at: int) -> None:
     torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", ["branch", "block", "relu"])
-@pytest.mark.parametrize("memory", MODES)
-def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str, form: str) -> None:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(6)]
+def retained(block: nn.Module) -> tuple[list[Tensor], RemovableHandle]:
+    """The first input of a block, which retains its gradient; and the hook that sees to it."""
     kept: list[Tensor] = []
 
     def retain(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -202,8 +200,16 @@ def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str
             args[0].retain_grad()
             kept.append(args[0])
 
+    return kept, block.register_forward_pre_hook(retain)
+
+
+@pytest.mark.parametrize("form", ["branch", "block", "relu"])
+@pytest.mark.parametrize("memory", MODES)
+def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str, form: str) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(6)]
     net = rg.MomentumNet(blocks, GAMMA, form=form, memory=memory)
-    handle = blocks[3].register_forward_pre_hook(retain)
+    kept, handle = retained(blocks[3])
     x0 = X.abs().requires_grad_()
     loss(net(x0)).backward()
     handle.remove()
@@ -224,15 +230,8 @@ def test_a_momentum_net_s_block_may_retain_the_gradient_of_its_input(memory: str
 def test_a_rev_net_s_block_may_retain_the_gradient_of_its_input(memory: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double() for _ in range(6)]
-    kept: list[Tensor] = []
-
-    def retain(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].requires_grad and torch.is_grad_enabled() and not kept:
-            args[0].retain_grad()
-            kept.append(args[0])
-
     net = RevNet(blocks[::2], blocks[1::2], memory=memory)
-    handle = blocks[3].register_forward_pre_hook(retain)
+    kept, handle = retained(blocks[3])
     loss(net(X)).backward()
     handle.remove()
     streams = list(X.chunk(2, 1))
@@ -530,3 +529,92 @@ def test_a_kept_input_that_is_added_to_is_noticed(memory: str) -> None:
     x = X.clone()
     with pytest.raises((rg.ReplayError, RuntimeError), match=r"changed|inplace"):
         loss(model(x)).backward()
+
+
+class Written(nn.Module):
+    """x = x + block(x), where something is done to f and then to x, in place."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write, self.stem = write, nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), Residual(branch=True)) for _ in range(5))
+        self.look: Callable[[Tensor], Any] = lambda f: None
+
+    def forward(self, x: Tensor, written_out: bool = False) -> Tensor:
+        x = self.stem(x)
+        v = torch.zeros_like(x)
+        for k, layer in enumerate(self.layers):
+            f = layer(x)
+            if written_out:
+                v = GAMMA * (0 if k == 3 and self.write != "x += f" else v) + (1 - GAMMA) * f
+                f = v.clone()
+            if k == 2:
+                self.look(f)
+            if self.write == "x += f" and k in (2, 3):
+                x += f
+            else:
+                x = x + f
+            del f  # nobody but a hook has it
+            if self.write == "relu_" and k == 2:
+                torch.relu_(x)
+            elif self.write == "x += 1" and k == 2:
+                x += 1
+        return x
+
+
+def step_of(model: Written, look: str, **options: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor | None]]:
+    """What a step gives: y, the gradients of f that were seen, and those of parameters."""
+    seen: list[Tensor] = []
+
+    def looks(f: Tensor) -> None:
+        if f.requires_grad and look == "retained":
+            f.retain_grad()
+            seen.append(f)
+        elif f.requires_grad and look == "hook":
+            f.register_hook(lambda g: seen.append(g.clone()))
+
+    model.zero_grad()
+    model.look = looks
+    y = model(X, **options)
+    found = gradients(model, y)
+    return y, [f.grad if look == "retained" else f for f in seen], found  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("write", ["relu_", "x += 1", "x += f"])
+@pytest.mark.parametrize("look", ["retained", "hook"])
+@pytest.mark.parametrize("memory", MODES)
+def test_an_x_made_of_a_branch_that_is_looked_at_can_be_written_to(memory: str, look: str, write: str) -> None:
+    """With the result, and the bits, of one that nobody looks at."""
+    torch.manual_seed(5)
+    model = Written(write).double()
+    y, seen, wanted = step_of(copy.deepcopy(model), look, written_out=True)
+    other = rg.convert(copy.deepcopy(model), gamma=GAMMA, form="branch", stages=["layers"], memory="store")
+    rg.convert(model, gamma=GAMMA, form="branch", stages=["layers"], memory=memory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if write != "x += f" else "error")  # the velocity starts from 0 again
+        if memory == "checkpoint" and write == "x += f":
+            for how in ("not at all", look):
+                with pytest.raises(rg.ReplayError, match="was changed"):
+                    step_of(model, how)
+            return
+        for _ in range(2):
+            found, stored, quiet = step_of(model, look), step_of(other, look), step_of(model, "not at all")
+            torch.testing.assert_close(found[0], y, rtol=1e-10, atol=1e-10)
+            compare(found[2], wanted)
+            assert len(found[1]) == len(seen) == 1
+            torch.testing.assert_close(found[1][0], seen[0], rtol=1e-10, atol=1e-10)
+            assert torch.equal(found[0], stored[0])
+            assert torch.equal(found[0], quiet[0])
+            assert torch.equal(found[1][0], stored[1][0])
+            assert all(torch.equal(g, stored[2][name]) for name, g in found[2].items())  # type: ignore[arg-type]
+            compare(found[2], quiet[2])
+
+
+def test_an_x_that_was_written_to_is_not_handed_out_again() -> None:
+    torch.manual_seed(5)
+    block = rg.convert(Sum("x + f").double(), gamma=GAMMA, form="branch", stages=["layers"]).layers[0]
+    f = block(X)
+    x1 = X + f
+    expected = x1.clone()
+    x1.zero_()
+    torch.testing.assert_close(X + f, expected, rtol=1e-10, atol=1e-10)

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-ADDED = "AddedBackward"  # of `branch`; its last input is what it gives
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
 HOOKED = "BackwardHookFunctionBackward"  # register_full_backward_hook
-_IDENTITIES = FSDP2 | {ADDED, HOOKED, "AliasBackward0", "ViewBackward0"}
-"""Nodes of autograd's graph that hand on a tensor and its gradient as they are."""
+_IDENTITIES = FSDP2 | {"AddedBackward", HOOKED, "AliasBackward0", "ViewBackward0"}
+"""Nodes of autograd's graph that hand on a tensor and its gradient as they are (that of `branch`: by way of another)."""
 
 
 def version(x: Tensor) -> int:
@@ -41,7 +40,7 @@ def handed_on(x: Tensor, mine: Tensor) -> set[str] | None:
         if node.name() not in _IDENTITIES or not 0 <= place < len(nexts):
             return None
         passed.add(node.name())
-        node, place = nexts[-1 if node.name() == ADDED else place]
+        node, place = nexts[place]
     return passed if node is not None and place == mine.output_nr else None
 
 
