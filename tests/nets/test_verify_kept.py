@@ -1,12 +1,14 @@
 """Blocks that end in products, whose replay stops early: what changes in between shows, and hooks of others are left alone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
@@ -188,13 +190,85 @@ def test_what_is_inside_a_block_is_not_run_again_in_forward(inner: str) -> None:
     y.sum().backward()
 
 
+class Leaky(nn.Module):
+    """A random relu in eval mode: its noise is not drawn, and no gradient depends on it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how, self.scale = nn.Linear(64, 64), nn.Linear(64, 64), how, 1.0
+        self.module = nn.RReLU() if how == "module" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = self.module(h) if self.module is not None else F.rrelu(h, training=False, inplace=self.how == "in place")
+        return h.tanh() + self.b(x * self.scale) * 0 if self.how == "inside" else self.b(h * self.scale)
+
+
+class Ctc(nn.Module):
+    """A loss over all ways to align labels: its table is written as far as there are any."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how, self.scale = nn.Linear(64, 64), nn.Linear(64, 64), how, 1.0
+        self.side: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.a(x).log_softmax(-1).view(15, 2, 64)
+        loss = F.ctc_loss(chances, torch.arange(1, 17).view(2, 8), [15, 15], [2, 8])
+        self.side = loss if self.how == "aside" else 0.0
+        return self.b((x * self.scale).sin() * (1.0 if self.how == "aside" else loss))
+
+
+UNFILLED = [
+    (Leaky, "module"),
+    (Leaky, "functional"),
+    (Leaky, "in place"),
+    (Leaky, "inside"),
+    (Ctc, "within"),
+    (Ctc, "aside"),
+]
+UNSEEN = [("reverse", "auto"), ("reverse", "end")]  # what moves no output
+
+
+def litter() -> None:
+    """Leave something else in the memory that is given out next."""
+    junk = [torch.full(shape, float(k)) for shape in ((30, 64), (2, 15, 17)) for k in range(50)]
+    del junk
+
+
 @pytest.mark.parametrize("verify", ["auto", "end", "blocks"])
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
-def test_memory_that_an_operation_saves_without_writing_it(memory: str, verify: str) -> None:
-    """RReLU in eval mode: its noise is not drawn, and no gradient depends on it."""
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.RReLU(), nn.Linear(64, 64)) for _ in range(6)]
-    net = rg.MomentumNet(blocks, memory=memory, verify=verify).eval()
-    y = net(torch.randn(30, 64))
-    junk = [torch.full((30, 64), float(k)) for k in range(50)]  # what the next one finds
-    del junk
-    y.square().sum().backward()
+@pytest.mark.parametrize(("kind", "how"), UNFILLED)
+def test_memory_that_an_operation_saves_without_writing_it(kind: Any, how: str, memory: str, verify: str) -> None:
+    torch.manual_seed(0)
+    net = rg.MomentumNet([kind(how) for _ in range(6)], memory=memory, verify=verify, velocity="first").eval()
+    x = torch.randn(30, 64)
+    for changed in (False, True):
+        loss = net(x).square().sum() + sum(getattr(block, "side", 0.0) for block in net.blocks)
+        litter()
+        net.blocks[2].scale = 0.5 if changed else 1.0
+        with (
+            pytest.raises(rg.ReplayError)
+            if changed and (how != "inside" or (memory, verify) not in UNSEEN)
+            else nullcontext()
+        ):
+            loss.backward()
+
+
+def test_noise_that_is_drawn_is_compared() -> None:
+    class Noisy(nn.Module):
+        """In training, from a generator that is not put back; what is drawn enters what is saved alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.own = nn.Linear(8, 8), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            noisy = torch.ops.aten.rrelu_with_noise(h, torch.empty_like(h), 0.1, 0.3, True, self.own)
+            return h.tanh() + 0 * noisy
+
+    net = rg.MomentumNet([Noisy() for _ in range(3)], memory="checkpoint", verify="blocks", fraction_bits=20)
+    y = net(torch.randn(4, 8))
+    with pytest.raises(rg.ReplayError, match="block 2 did not repeat itself"):
+        y.sum().backward()

@@ -71,7 +71,7 @@ class Call:
         self.versions, before = list(map(version, self.watched)), x._version
         self.generators, self.autocast = self.extra.around(x)
         self.requires_grad, self.places = x.requires_grad, shared(self.generators.places())
-        self.recorded = torch.is_grad_enabled()
+        self.recorded, self.since = torch.is_grad_enabled(), torch.autograd._get_sequence_nr()  # its first node's
         with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else _NOTHING:
             y = self.block(x, *self.extra.args, **self.extra.kwargs)
         self.writes = x._version != before

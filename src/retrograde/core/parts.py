@@ -35,7 +35,6 @@ class Parts:
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
         self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
-        self.unfilled = any(isinstance(m, nn.RReLU) and not m.training for m in modules)  # saves noise not drawn
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
         self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]

@@ -21,6 +21,7 @@ from ..core.errors import ReplayError
 from ..core.verify import digest
 from .kept import Held
 from .later import Later, check_capturable
+from .nodes import by_a_library, last, unfilled
 from .thread import SameThread
 
 _START = 4096  # elements of a tensor that is not hashed whole
@@ -69,21 +70,20 @@ class Ledger:
         self.left: dict[int, tuple[Tensor, tuple[Tensor, ...], set[int]]] = {}
         self.thread = SameThread() if device.type == "cuda" else None
 
-    def note(self, k: int, call: Call, saved: list[Tensor], y: Any, x: Tensor | None, since: int) -> bool:
-        """Block k, on x, saved these in forward and gave y; whether its replay is to have that too.
-
-        Args:
-            since: the place of the last node of the graph before the block's.
-        """
+    def note(self, k: int, call: Call, saved: list[Tensor], y: Any, x: Tensor | None) -> bool:
+        """Block k, on x, saved these in forward and gave y; whether its replay is to have that too."""
         if self.strict:
             self.parameters += call.parts.parameters
         if call.verified:
-            self.names[k], self.picked[k] = call.name, _all(call, saved, x)
+            self.names[k], self.picked[k] = call.name, _all(call, saved, x, unfilled(call, saved, y))
             self._add(k, [*saved, y], self.slots[k], 1)
             return True
         one = isinstance(y, Tensor)
-        ends, factors = _last(y, saved, since) if one else (True, None)
-        picked = _picked(call, saved, x, lambda: self.strict or not _by_a_library(y, since), factors) if ends else None
+        ends, factors = last(y, saved, call.since) if one else (True, None)
+        picked = None
+        if ends:
+            blank = unfilled(call, saved, y)
+            picked = _picked(call, saved, x, lambda: self.strict or not by_a_library(y, call.since), factors, blank)
         whole = one and picked is None
         self.names[k], self.picked[k] = call.name, {len(saved): y.numel()} if whole else picked or {}
         if saved:
@@ -154,93 +154,24 @@ def _judge_saved(names: dict[int, str], differs: Tensor, when: str) -> None:
         )
 
 
-_PRODUCTS = {  # the names of their factors, and which inputs they are
-    "MmBackward0": {"self": 0, "mat2": 1}, "AddmmBackward0": {"mat1": 1, "mat2": 2}, "BmmBackward0": {"self": 0, "mat2": 1},
-    "LinearBackward0": {"input": 0, "weight": 1}, "ConvolutionBackward0": {"input": 0, "weight": 1},
-}  # fmt: skip
-_FACTORS = {
-    name: [(f"_raw_saved_{factor}", at) for factor, at in factors.items()]
-    for name, factors in {**_PRODUCTS, "MulBackward0": {"self": 0, "other": 1}}.items()
-}
-_LINEAR = {
-    "AddBackward0", "SubBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0",
-    "PermuteBackward0", "ToCopyBackward0",
-}  # fmt: skip
-_MOST = 32  # nodes to look at
-
-
-def place() -> int:
-    """Of the latest node in autograd's graph."""
-    return torch.autograd._get_sequence_nr() - 1
-
-
-def _own(node: Any, since: int) -> str | None:
-    """The name of a node, if it is one of the block's."""
-    if node is None or (name := node.name()) == "torch::autograd::AccumulateGrad" or node._sequence_nr() <= since:
-        return None
-    return name
-
-
-def _last(y: Tensor, saved: list[Tensor], since: int) -> tuple[bool, set[int] | None]:
-    """Whether the last things a block does, for which autograd saves anything, are matrix products or convolutions; and which of the
-    tensors saved these are made of, if all of it was saved here and nothing else goes into y but what the block was given.
-
-    No hook is asked for a tensor: those of others (a checkpoint inside the block) run code, or give each tensor but once.
-    """
-    nodes, ends, factors, all_of_it = list[Any]([y.grad_fn]), False, set[int](), True
-    for node in nodes:
-        name = _own(node, since)
-        if name is None:
-            continue
-        if (name not in _FACTORS and name not in _LINEAR) or len(nodes) > _MOST:
-            all_of_it = False
-            continue
-        made = dict[int, int]()
-        for factor, at in _FACTORS.get(name, ()):
-            raw = getattr(node, factor)
-            hook = getattr(raw, "unpack_hook", None)
-            if hook is None:
-                all_of_it &= hasattr(raw, "unpack_hook")  # not in torch 2.6
-            elif getattr(getattr(hook, "__self__", None), "fresh", None) is saved:
-                made[at] = raw.data
-            else:
-                return False, None  # another hook's: what it keeps is not seen here
-        ends |= name in _PRODUCTS
-        factors.update(made.values())
-        nodes += [following for at, (following, _) in enumerate(node.next_functions) if at not in made]
-    return ends, factors if all_of_it else None
-
-
-def _by_a_library(y: Any, since: int) -> bool:
-    """Whether the block has kernels of libraries, which may save what has no defined value: places of generators, workspaces."""
-    nodes = {y.grad_fn} if isinstance(y, Tensor) else set()
-    left = list[Any](nodes)
-    while left:
-        node = left.pop()
-        name = _own(node, since)
-        if name is None:
-            continue
-        if any(word in name for word in ("Attention", "Cudnn", "Miopen", "Rnn")):
-            return True
-        new = {following for following, _ in node.next_functions} - nodes
-        nodes |= new
-        left += new
-    return not isinstance(y, Tensor)
-
-
 def _picked(
-    call: Call, saved: list[Tensor], x: Tensor | None, strict: Callable[[], bool], factors: set[int] | None
+    call: Call,
+    saved: list[Tensor],
+    x: Tensor | None,
+    strict: Callable[[], bool],
+    factors: set[int] | None,
+    blank: set[int] | None,
 ) -> dict[int, int] | None:
     """Which of the tensors are to be hashed, and how many elements of each at most; None: the output instead.
 
     If there are `factors`, those, and the start of the others: what is multiplied by a zero (a gate, an adapter that has not been
     trained yet), or has a gradient of its own, leaves no trace in them. Else all but the block's input, which is kept; running
-    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them, an RReLU in
-    eval mode memory that it has not written: then the output); bytes in a row and single numbers, which may be libraries' and hold
+    statistics, on which no gradient depends and which are put aside in a replay (instance norm saves copies of them: then the
+    output); what is `blank` (`unfilled`; None: the output); bytes in a row and single numbers, which may be libraries' and hold
     anything, and what cannot be read (strict: then the output). Of parameters and buffers the start will do: autograd too holds
     them as they are, every write to them but one through `.data` is noticed, and those are to whole tensors.
     """
-    loose = call.parts.unfilled or (bool(call.parts.statistics) and call.parts.instance_norms)
+    loose = blank is None or (bool(call.parts.statistics) and call.parts.instance_norms)
     if factors is None and loose:
         return None
     known = _addresses([t for own, _ in call.parts.statistics for t in own.values()] + [x])
@@ -249,7 +180,7 @@ def _picked(
     for index, t in enumerate(saved):
         t, factor = _local(t), factors is None or index in factors
         where = _whereabouts(t) if _plain(t) and not t.is_meta else (-1, 1)
-        if not where[0] or (not factor and (loose or where[0] in held)):
+        if not where[0] or (blank and index in blank) or (not factor and (loose or where[0] in held)):
             continue  # 0: memory that is let go and filled again from outside, as FSDP does with parameters
         if where[0] == -1 or t.is_quantized or _undefined(t):
             if factor and not t.is_meta and (factors is not None or strict()):
@@ -260,11 +191,11 @@ def _picked(
     return picked
 
 
-def _all(call: Call, saved: list[Tensor], x: Tensor | None) -> dict[int, int]:
+def _all(call: Call, saved: list[Tensor], x: Tensor | None, blank: set[int] | None) -> dict[int, int]:
     """As `_picked`, of all the tensors that can be compared, without copies of running statistics: a compiled block saves those."""
     statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
     copies = {index for index, t in enumerate(saved) if _plain(t) and any(_same(t, s) for s in statistics)}
-    picked = _picked(call, saved, x, lambda: False, None) or {}
+    picked = _picked(call, saved, x, lambda: False, None, blank) or {}
     return {index: most for index, most in picked.items() if index not in copies}
 
 
@@ -331,7 +262,7 @@ class Noted(Held):
 
     def __init__(self, x: Tensor, ledger: Ledger, k: int) -> None:
         super().__init__(x)
-        self.ledger, self.k, self.since = ledger, k, place()
+        self.ledger, self.k = ledger, k
 
     def recall(self, k: int) -> Tensor:
         self.ledger.begin()
@@ -345,7 +276,7 @@ class Noted(Held):
         self.ledger.undo()
 
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
-        self.needs_output = self.ledger.note(self.k, call, saved, y, self.x, self.since)
+        self.needs_output = self.ledger.note(self.k, call, saved, y, self.x)
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         self.ledger.check(self.k, [*saved, y])

@@ -19,7 +19,7 @@ from ..core.call import Call
 from ..core.errors import ReplayError
 from ..core.tape import State, Tape
 from .later import Later
-from .ledger import KEPT, Gradients, Ledger, at_end_of_backward, place
+from .ledger import KEPT, Gradients, Ledger, at_end_of_backward
 
 CHOICES = ("auto", "off", "end", "blocks")
 EVERY = 8  # layers between two marks: so far at most a backward pass that ends in between is continued
@@ -51,7 +51,7 @@ class Proven(Tape):
     def note(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if saved and (call.verified or (self.verify != "off" and call is self.calls.get(-1))):
             ledger = self.noted[call] = Ledger(1, saved[0].device, self.verify, self.later)
-            ledger.note(0, call, saved, y, None, place())
+            ledger.note(0, call, saved, y, None)
 
     def check(self, call: Call, saved: list[Tensor], y: Any) -> None:
         if call in self.noted:
