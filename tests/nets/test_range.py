@@ -201,3 +201,83 @@ def test_a_survey_of_a_converted_model_adds_to_no_list_either() -> None:
     rg.convert(model, stages=["layers"])
     model(torch.randn(2, 3, 8), notes).sum().backward()
     assert len(notes) == 4
+
+
+class Times(nn.Module):
+    """f(x) of one size, whatever x is."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.w, self.size = nn.Linear(4, 4), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.size * torch.tanh(self.w(x))
+
+
+def times(size: float, dtype: torch.dtype, **settings: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """A converted model of such blocks, and a plain one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Times(size) for _ in range(4))).to(dtype).eval()
+    return rg.convert(copy.deepcopy(plain), gamma=GAMMA, stages=[""], **settings), plain.double()
+
+
+def recurrence(plain: nn.Sequential, x: Tensor) -> Tensor:
+    x, v = x.double(), torch.zeros_like(x, dtype=torch.float64)
+    for block in plain:
+        v = GAMMA * v + (1 - GAMMA) * (block(x) - x)
+        x = x + v
+    return x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("overflow", ["raise", "nan"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e12, 1e20])
+def test_what_is_far_larger_than_the_input_is_no_infinity(
+    size: float, dtype: torch.dtype, overflow: str, training: bool
+) -> None:
+    """In units of a range made for |x| = 1e-15, it is beyond float32, in which the largest values are written down."""
+    model, plain = times(size, dtype, overflow=overflow)
+    x = 1e-15 * torch.randn(3, 4, dtype=dtype)
+    model.train(training)
+    with torch.no_grad():
+        wanted = recurrence(plain, x)
+        outputs = list[Tensor]()
+        for _ in range(4):
+            try:
+                outputs.append(model(x))
+            except rg.RangeOverflow:
+                assert not outputs
+        outputs = [y for y in outputs if not y.isnan().any()]
+    assert len(outputs) >= 3
+    for y in outputs:
+        assert (y.double() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 1e10, 1e30])
+def test_one_bad_batch_costs_the_next_one_no_precision(bad: float) -> None:
+    model, plain = times(1.0, torch.float32)
+    x = torch.randn(3, 4)
+    wanted = recurrence(plain, x)
+    with torch.no_grad():
+        for _ in range(1 if math.isfinite(bad) else 3):  # the range of the second would be known
+            model[2].size = bad
+            with pytest.raises(rg.RangeOverflow):
+                model(x)
+            model[2].size = 1.0
+        for _ in range(2):
+            assert (model(x).double() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_a_pass_in_floats_does_not_go_on_with_gradients() -> None:
+    model, _ = times(1e12, torch.float32)
+    x = 1e-15 * torch.randn(3, 4)
+    with torch.no_grad(), pytest.raises(rg.RangeOverflow):
+        model(x)
+    with torch.no_grad():
+        h = model[0](x)
+    with pytest.raises(rg.RangeOverflow, match="Run it once without gradients"):
+        model[1](h)
+    with torch.no_grad():
+        model(x)
+    model(x).sum().backward()

@@ -31,21 +31,30 @@ from .momentum import Momentum, Outcome, Recurrence, check_range
 WIDE = 32
 
 
+class Wide(FixedPoint):
+    """A fixed point for a pass of which nothing is known yet."""
+
+
 def peaks(watch: Tensor, fixed: FixedPoint) -> tuple[float, float]:
-    """The largest |x| and |v| of a pass, as floats of the network."""
+    """The largest |x| and |v| of a pass, as floats of the network; NaN where it left a range that was a guess."""
+    if isinstance(fixed, Wide) and not (watch <= fixed.limit).all():
+        return math.nan, math.nan
     v, x = watch.nan_to_num(0.0, 0.0).amax(0).tolist()
     return x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard)
 
 
-def wide(x0: Tensor, recurrence: Recurrence, fraction: int) -> FixedPoint:
+def wide(x0: Tensor, recurrence: Recurrence, fraction: int) -> Wide | None:
     """A fixed point for a pass of which nothing is known yet: of its 64 bits `fraction` (in float64 more) are below the largest
-    value of the input, the others above."""
+    value of the input, the others above. None, without gradients, if the last such pass did not fit: then in floats (`Rough`), so
+    that it fits whatever it does, and no batch is held with fewer digits because another was out of all proportion."""
+    if fraction < WIDE and not torch.is_grad_enabled():
+        return None
     fraction += 8 if x0.dtype == torch.float64 else 0
     peak = float(x0.detach().abs().amax()) if x0.numel() else 0.0
     finest = min(factor for *_, factor in recurrence.factors)  # of the factors on f
     guard = 2 + math.ceil(-math.log2(finest))
     bits = max(min(fraction - math.frexp(peak)[1], MOST_BITS), -64)
-    return FixedPoint(bits if math.isfinite(peak) else 0, torch.int64, guard)
+    return Wide(bits if math.isfinite(peak) else 0, torch.int64, guard)
 
 
 def apart(value: Any) -> Any:
@@ -115,7 +124,7 @@ class Range:
     behind, makes other activations than training does.
     """
 
-    fraction = WIDE  # of passes of which nothing is known yet: see `wide`
+    fraction = WIDE  # of passes of which nothing is known yet: see `wide`; less: the last one did not fit
 
     def __init__(self, setting: Any, narrow: bool = False, other: bool = False) -> None:
         if setting != "auto" and (
@@ -174,6 +183,8 @@ class Range:
     def calibrate(self, dtype: torch.dtype, peak_x: float, peak_v: float, most_guard: int) -> FixedPoint:
         """The fixed point for inputs of this dtype, now that the largest values of a pass are known."""
         dtype = integer_dtype(dtype, self.narrow)
+        if math.isnan(peak_x):
+            return FixedPoint(0, dtype)  # nothing is
         fixed = calibrated(peak_x, peak_v, dtype, most_guard)
         check_resolution(peak_x, fixed)
         self.fixed[dtype] = fixed
@@ -192,10 +203,13 @@ class Range:
         if outcome.raises:
             check_range(watch.tolist(), outcome.fixed, outcome.limits)
 
-    def overflowed(self, values: Tensor | None = None) -> None:
-        """A pass left its range, with these largest values: the next one gets another."""
-        if not self.fixed and values is not None and values.isfinite().all():
-            self.fraction -= 16 + max(math.frexp(float(values.max()))[1] - 62, 0)
+    def overflowed(self, values: Tensor | None = None, guessed: bool = False) -> None:
+        """A pass left its range, with these largest values: the next one gets another. `guessed`: nothing was known of it."""
+        if values is not None and (guessed or not self.fixed):
+            if values.isfinite().all():
+                self.fraction -= 16 + max(math.frexp(float(values.max()))[1] - 62, 0)
+            else:  # a block's, or finite and beyond float32 in units of such a range: passes with gradients go on as before
+                self.fraction = min(self.fraction, WIDE - 1)
         known = self.fixed.items() if several_processes() else ()
         self.fixed = {dtype: widened(fixed, 2 * HEADROOM) for dtype, fixed in known}
 
@@ -209,8 +223,8 @@ class Range:
 
     def _note(self, watch: Tensor, state: Momentum | Outcome) -> None:
         fixed = state.fixed
-        if not (watch <= fixed.limit).all():
-            self.overflowed(watch)
+        if not (watch <= max(state.limits)).all():
+            self.overflowed(watch, guessed=isinstance(fixed, Wide))
         elif fixed.dtype in self.fixed:
             now = self.fixed[fixed.dtype]
             self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)

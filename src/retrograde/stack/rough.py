@@ -1,7 +1,7 @@
 """The recurrence in floats, forwards only: for the largest values of a pass of which nothing is known yet.
 
 It is run once, before the first pass; on 64-bit integers, which could hold anything as well, that pass would take twice the memory
-of all later ones.
+of all later ones. And where a first pass without gradients did not fit those either, the next one (`calibrate.wide`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint, integer_dtype
 from .momentum import Momentum, Recurrence
 
@@ -20,6 +21,12 @@ class Rough(Momentum):
         super().__init__(
             x0, recurrence, FixedPoint(0, integer_dtype(x0.dtype)), reversible=False, overflow=overflow
         )  # fmt: skip
+
+    def token(self) -> Tensor:
+        raise RangeOverflow(
+            "the blocks before were run without gradients, and in floats, because an earlier pass had left its range: floats cannot be "
+            "reversed. Run it once without gradients from its first block to its last, so that its range is found."
+        )
 
     def read(self) -> Tensor:
         return self._float().copy_(self.x)
