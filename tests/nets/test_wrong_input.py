@@ -462,3 +462,21 @@ def test_state_bits_that_there_are_not(bits: Any) -> None:
 def test_16_bit_state_is_not_for_float64() -> None:
     with pytest.raises(ValueError, match="float64"):
         rg.MomentumNet([Mlp()], state_bits=16).double()(torch.randn(2, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("training", [True, False])
+def test_input_without_values_and_without_gradients(training: bool, dtype: torch.dtype) -> None:
+    """Nothing is asked of the values then: as in a plain network, the output is of the right kind."""
+    x = torch.empty(2, 8, device="meta", dtype=dtype)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 3, enable_nested_tensor=False
+    )
+    momentum = rg.MomentumNet([Mlp() for _ in range(3)])
+    for net in (momentum, RevNet(*([nn.Linear(4, 4)] for _ in range(2))), rg.convert(encoder)):
+        net = net.to("meta", dtype).train(training)
+        with torch.no_grad():
+            y = net(x)
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    assert momentum.fraction_bits == "auto"
+    assert not momentum.range.later.waiting

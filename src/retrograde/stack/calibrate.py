@@ -161,10 +161,10 @@ class Range:
     def current(self, x: Tensor) -> FixedPoint | None:
         """The fixed point for this input, if there is anything to go by. Raises as `for_input` does."""
         self.later.collect(x)
-        if x.is_meta and (self.setting == "auto" or torch.is_grad_enabled()):
+        if x.is_meta and torch.is_grad_enabled():
             raise TypeError(
                 "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
-                "them; else move the model and its input to a device."
+                "them, under torch.no_grad() there is an output without them; else move the model and its input to a device."
             )
         if self.narrow and x.dtype == torch.float64:
             raise ValueError("state_bits=16 cannot hold a float64 network. Use state_bits='auto'.")
@@ -172,6 +172,8 @@ class Range:
         if isinstance(self.setting, int):
             return FixedPoint(self.setting, dtype)
         fixed = self.fixed.get(dtype)
+        if fixed is None and x.is_meta:
+            return FixedPoint(0, dtype)  # any will do, and nothing is learnt of it
         if fixed is None and capturing(x):
             raise RuntimeError(WARM_UP)
         if fixed is not None and (over := self._outgrown(x, fixed)):
