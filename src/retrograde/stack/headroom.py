@@ -38,7 +38,8 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
 
 
 def check_resolution(peak: float, fixed: FixedPoint) -> None:
-    """Raise where even the largest |x| is so small that the finest fixed point holds it less precisely than its float would."""
+    """Raise where even the largest |x| is so small that the finest fixed point holds it less precisely than its float would (a
+    float64: to fewer than 48 digits)."""
     digits = math.frexp(peak)[1] + fixed.bits
     if peak and fixed.bits == MOST_BITS and digits < 6 * fixed.dtype.itemsize:
         raise RangeOverflow(
@@ -51,9 +52,10 @@ def follow(fixed: FixedPoint, peak_x: float, peak_v: float, most_guard: int = MO
     """The fixed point for the next step, given the largest values of this one.
 
     It is left alone while 1 to 2·HEADROOM + 1 bits are free (1 to 3 of 16), so that it moves rarely; a range that is nearly
-    used up is widened before it overflows, and one far too wide is narrowed for precision.
+    used up is widened before it overflows, and one far too wide is narrowed for precision. Raises where there is none fine enough.
     """
     ideal = calibrated(peak_x, peak_v, fixed.dtype, most_guard)
+    check_resolution(peak_x, ideal)
     moves = (fixed.bits - ideal.bits, fixed.bits + fixed.guard - ideal.bits - ideal.guard)
     free = headroom(fixed.dtype)
     widest = 1 if fixed.dtype == torch.int16 else free + 1
