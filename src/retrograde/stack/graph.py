@@ -22,7 +22,9 @@ relu one of two, as its bits say, which go with gy then): it is left out, and th
 pass holds besides its own is one array, none in the last block; after a relu one more, since gy is not what the block is given.
 
 So the float x of a layer is given only what comes through the block that it goes into; the rest of its gradient goes by the token.
-Where it has a hook, or is to retain its gradient, or comes back as another tensor, `Rejoin` leads all of it through the float.
+Where it has a hook, or is to retain its gradient, or comes back as another tensor, `Rejoin` leads all of it through the float, rounded
+as that is. A step that gets this sum as it was made, because nobody did more than look, takes it apart again and adds up in its own
+order and precision: to look changes no bit.
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -104,7 +106,7 @@ class Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, None]:
-        gx = _sum(p, d, ctx.work)
+        gx = _sum(*_apart(p, d), ctx.work)
         return (None if gx is None else gx.to(ctx.dtype)), None
 
 
@@ -119,7 +121,7 @@ class Launch(Function):
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        gx = _sum(p, d, ctx.work)
+        gx = _sum(*_apart(p, d), ctx.work)
         if h is None:
             return gx, None, None, None
         gv = h * ctx.unit
@@ -138,7 +140,7 @@ class Step(Function):
         recurrence = state.recurrence
         ctx.factors = (*recurrence.carried[k + 1], recurrence.factors[k][3], state.form(k))
         ctx.dtypes, ctx.ops, ctx.thread = (y.dtype, state.gradient), state.ops, state.thread
-        ctx.first = k in state.entered
+        ctx.first, ctx.shown = k == 0, recurrence.carried[k][1:] if k in state.entered else None
         ctx.mask = mask = state.mask(k)
         ctx.strides = state.x.stride() if recurrence.form == "relu" else None
         ctx.last = k + 1 == len(recurrence.gammas)
@@ -154,6 +156,7 @@ class Step(Function):
                 "Return a changed copy instead."
             )
         dtype, work = ctx.dtypes
+        p, d = _apart(p, d)
         factors: Factors = ctx.factors
         relu = factors[-1] == 2
         mask = _kept(ctx, "mask") if relu else None
@@ -164,19 +167,17 @@ class Step(Function):
         after = None
         if p is None and h is not None and ctx.strides is not None and not ctx.last:
             after = h.__dict__["_mask_carried"]  # no default: a gradient made without it would be wrong
-        wanted = p is not None or h is not None or ctx.first  # else it can be made from gy
+        left_out = p is None and h is None and ctx.needs_input_grad[1] and not ctx.first  # it can be made from gy
         if _traced(p, h, d):
             passed, later = (None if m is None else unpacked(m, d.shape, ctx.strides) for m in (mask, after))
             out, gy = _carried(p, h, d, factors, passed, later)
-            gv = gy.to(work) if ctx.needs_input_grad[1] else None
-            if gv is not None and not wanted:
-                gv.__dict__["_mask_carried"] = mask
-            given = gy if passed is None else torch.where(passed, gy, 0)
-            return out.to(work) if wanted else None, gv, given.to(dtype), None, None
+            gv, given = gy.to(work), gy if passed is None else torch.where(passed, gy, 0)
+            gx = _left_out(ctx, gv, mask) if left_out else out.to(work)
+            return gx, gv if ctx.needs_input_grad[1] else None, given.to(dtype), None, None
         d = values(d)
         bits = mask is not None or after is not None  # in the order of the state
         gy = d.new_empty_strided(d.shape, ctx.strides, dtype=work) if bits else torch.empty_like(d, dtype=work)
-        into = p if p is not None and p.stride() == gy.stride() else torch.empty_like(gy) if wanted else None
+        into = p if p is not None and p.stride() == gy.stride() else None if left_out else torch.empty_like(gy)
         cast = gy if dtype == work and not relu else torch.empty_like(gy, dtype=dtype)
         faster = getattr(ctx.ops, "carry", None)
         if faster is None or not faster(p, h, d, factors, into, gy, cast, mask, after):
@@ -184,9 +185,23 @@ class Step(Function):
         if not ctx.needs_input_grad[1]:
             return into, None, cast, None, None
         gy.__dict__["_version_carried"] = gy._version
-        if not wanted:
-            gy.__dict__["_mask_carried"] = mask
-        return into, gy, cast, None, None
+        return _left_out(ctx, gy, mask) if left_out else into, gy, cast, None, None
+
+
+def _left_out(ctx: Any, gy: Tensor, mask: Tensor | None) -> Tensor | None:
+    """What a step gives for gx where the step before makes it from gy: nothing; or, where somebody looks, what is to be seen."""
+    gy.__dict__["_mask_carried"] = mask
+    if ctx.shown is None:
+        return None
+    e, e1 = ctx.shown
+    gx = _of(gy, e, e1, None if mask is None else unpacked(mask, gy.shape, ctx.strides))
+    gx.__dict__["_left_out"] = True
+    return gx
+
+
+def _of(h: Tensor, e: float, e1: float, passed: Tensor | None) -> Tensor:
+    """gx, of gy of a step that left it out."""
+    return h * e if passed is None else torch.where(passed, h * e1, h * e)
 
 
 def _carried(
@@ -197,7 +212,7 @@ def _carried(
     work = torch.float64 if torch.float64 in (t.dtype for t in (p, h, d) if t is not None) else torch.float32
     d, h = d.to(work), None if h is None else h.to(work)
     if p is None and h is not None:
-        p = h * e if later is None else torch.where(later, h * e1, h * e)
+        p = _of(h, e, e1, later)
     gx = d if p is None else p.to(work) + d
     gy = (gx if h is None else gx + h * c) * gain
     if passed is not None:
@@ -221,14 +236,63 @@ class Rejoin(Function):
     @staticmethod
     def forward(ctx: Any, xt: Tensor, x: Tensor, state: Momentum) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.sums = x.dtype, dict[int, Sum]()  # by backward pass
+        sums = ctx.sums
+
+        def all_of_it(d: Tensor) -> None:
+            made = sums.pop(torch._C._current_graph_task_id(), None)
+            if made is not None:
+                made.into(d)
+
+        if x.requires_grad:
+            before = list(x._backward_hooks or ())
+            x.register_hook(all_of_it)
+            hooks: dict[int, Any] = x._backward_hooks  # type: ignore[assignment]
+            for others in before:  # they are to see it: autograd goes by the order in which they were put in
+                hooks[others] = hooks.pop(others)
         return state.token()
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        if p is None:
-            return None, None, None
-        return torch.zeros_like(p), p.to(ctx.dtype), None  # 0, for None would say that it was left out
+        if p is None or "_sum" in p.__dict__:  # another one's, of the same x
+            return p, None, None
+        zero = p.new_zeros(()).expand(p.shape)  # None would say that it was left out
+        zero.__dict__["_sum"] = ctx.sums[torch._C._current_graph_task_id()] = Sum(p)
+        return zero, torch.zeros_like(p, dtype=ctx.dtype), None  # which makes d an array that nobody else has
+
+
+class Sum:
+    """What goes beside a float x and what comes through it, p and d, in one."""
+
+    d: Tensor
+    version = -1
+
+    def __init__(self, p: Tensor) -> None:
+        self.p, self.together = p, p
+
+    def into(self, d: Tensor) -> None:
+        """Add p to d in place: `torch.autograd.grad` of x may have taken d already, from before any hook."""
+        self.d, self.together = d.clone(), d.add_(self.p)
+        self.version = d._version
+
+    def apart(self, g: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """p and d, p as the step after gave it, if g is the sum; 0 and g if it is what others made of it."""
+        if g is not None and g._version == self.version and _same(g, self.together):
+            return None if "_left_out" in self.p.__dict__ else self.p, self.d
+        return torch.zeros_like(self.p), g
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether one is the other, or a view of all of it as it is (`b.view_as(b)`)."""
+    if a is b or a.shape != b.shape or type(a) is not Tensor or _traced(a, b):
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _apart(p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of token x and float x, from before `Rejoin` if they come from there."""
+    made: Sum | None = None if p is None else p.__dict__.get("_sum")
+    return (p, d) if made is None else made.apart(d)
 
 
 def observed(x: Tensor) -> bool:
