@@ -60,6 +60,16 @@ Ours must also agree with the same recurrence in plain floats; "5e-03 from float
 | revlib 1.7.2 | `ReversibleSequential`, on x beside itself; the same coupling in plain torch |
 | memcnn 1.5.2 | `InvertibleModuleWrapper(AdditiveCoupling, preserve_rng_state=True)`; `disable=True` |
 """
+RANGE_NOTE = """\
+One fixed point holds all x of a pass, as fine as the largest allows. What that cannot hold:
+
+- |x| below 5e-26 everywhere (in float64 below 9e-19) raises, in a first pass and later: 107 fraction bits are the most there are. In
+  float64 there could be more; but the largest values of a pass are written down in units of the range as float32, and so is 2^bits.
+- An x that is small beside others of its pass has fewer digits: beside one 2^27 times as large (float32) none, and a block that is
+  given it is given 0. The same holds for one batch after another that was as much larger: the range follows with the next pass. After
+  a batch a million times as large, an ordinary one was off by 1.7e-2, once. Where it is the input of the network that is held
+  to fewer than 8 binary digits (3 with 16-bit state, 24 in float64), a warning says so; that of a single element does not show.
+"""
 VERIFY_NOTE = """\
 What `verify="off"` lets through is always of one kind: a block that reads something other than its input, its parameters, its
 buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint` and
@@ -126,6 +136,7 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
         lines += [
             f"## {theme.capitalize()}",
             "",
+            *([RANGE_NOTE] if theme == "precision and range" else []),
             f"| hazard | {' | '.join(COLUMNS)} |",
             "|---" * (len(COLUMNS) + 1) + "|",
         ]

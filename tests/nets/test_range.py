@@ -265,6 +265,11 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Range, "_outgrown", lambda self, x, fixed: 0)
 
 
+COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
+"""It does not matter here: f is of one size, whatever x is."""
+
+
+@COARSE
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("overflow", ["raise", "nan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -281,6 +286,7 @@ def test_what_is_far_larger_than_the_input_is_no_infinity(
         assert good_from(lambda: model(x), wanted) <= 1
 
 
+@COARSE
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("overflow", ["raise", "nan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -307,6 +313,7 @@ def test_one_bad_batch_costs_the_next_one_no_precision(bad: float) -> None:
             assert (model(x).double() - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
+@COARSE
 def test_a_pass_in_floats_does_not_go_on_with_gradients() -> None:
     model, _ = times(1e12, torch.float32)
     x = 1e-15 * torch.randn(3, 4)
@@ -377,3 +384,53 @@ def test_zeros_are_not_small_later_either(dtype: torch.dtype) -> None:
         assert not net(torch.zeros_like(x)).any()
         assert net(x).any()
         assert net(x[:0]).shape == (0, 5)
+
+
+def scaled(by: float) -> nn.Linear:
+    linear = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(linear.weight)
+    linear.weight.data *= by
+    return linear
+
+
+def test_that_an_input_is_nothing_beside_its_activations_is_said() -> None:
+    """In the only range that holds them it is 0, and here so is the output."""
+    net = rg.MomentumNet([scaled(1e12) for _ in range(3)], gamma=0.5)
+    with pytest.warns(UserWarning, match="held to 0 binary digits"):
+        net(torch.ones(4))
+
+
+@pytest.mark.parametrize(("scale", "digits"), [(1e6, "[4-7]"), (1e9, "0")])
+def test_a_batch_after_one_out_of_all_proportion_is_said_to_be_coarse_once(scale: float, digits: str) -> None:
+    net, x = small_net(torch.float32), torch.randn(3, 5)
+    wanted = net(x)
+    net(scale * x)
+    with pytest.warns(UserWarning, match=f"held to {digits} binary digits.*the next pass is held finer"):
+        net(x)
+    torch.testing.assert_close(net(x), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_that_it_was_is_said_later_where_it_is_known_later() -> None:
+    net, x = small_net(torch.float32), torch.randn(3, 5)
+    wanted = net(x)
+    rg.settle(net)
+    net.range.fixed = {torch.int32: calibrated(1e9, 1e9, torch.int32)}
+    net(x)
+    with pytest.warns(UserWarning, match="held to 0 binary digits"):
+        rg.settle(net)
+    torch.testing.assert_close(net(x), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_networks_have_is_not_called_coarse(dtype: torch.dtype) -> None:
+    """Activations a thousand times the input, as of language models; warnings are errors here."""
+    net = rg.MomentumNet([scaled(7.0).to(dtype) for _ in range(6)], gamma=0.5)
+    for _ in range(3):
+        assert net(torch.full((2, 4), 0.1, dtype=dtype)).max() > 100
+
+
+def test_the_stage_of_a_converted_model_is_named() -> None:
+    model = rg.convert(nn.Sequential(*(Times(0.0) for _ in range(4))), gamma=GAMMA, stages=[""])
+    with torch.no_grad(), pytest.raises(rg.RangeOverflow, match=r"stage '0-3'.*Multiply the input by a constant"):
+        model(1e-30 * torch.randn(3, 4))

@@ -259,16 +259,23 @@ class Stage:
         """The pass went no further: nobody has its x."""
         if entry in self.open:
             self.open.remove(entry)
-            self._learn(entry.run)
+            try:
+                self._learn(entry.run)
+            except RangeOverflow as error:
+                warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
     def _learn(self, run: Pass) -> None:
         """Take note of the largest values of a pass."""
         if self.dry:
             return
-        if not self.surveying:
-            run.range.seen(run.state)
-        if run.learns:
-            run.range.calibrate(run.state.dtype, *peaks(run.state.watch, run.state.fixed), self.recurrence.most_guard)
+        try:
+            if not self.surveying:
+                run.range.seen(run.state)
+            if run.learns:
+                seen = peaks(run.state.watch, run.state.fixed)
+                run.range.calibrate(run.state.dtype, *seen, self.recurrence.most_guard)
+        except RangeOverflow as error:
+            raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 
     def _recurrence(self, gamma: Any) -> Recurrence:
         return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)

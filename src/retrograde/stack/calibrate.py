@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
-from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow
+from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow, warn_of_few_digits
 from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
@@ -230,3 +230,4 @@ class Range:
         elif fixed.dtype in self.fixed:
             now = self.fixed[fixed.dtype]
             self.fixed[fixed.dtype] = follow(now, *peaks(watch, fixed), state.recurrence.most_guard)
+            warn_of_few_digits(float(watch[0, 1]), fixed)

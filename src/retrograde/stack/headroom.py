@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 
@@ -16,6 +17,9 @@ MOST_GUARD = 6
 
 MOST_BITS = 107
 """Fraction bits at most: 2^bits, and as much again for the guard digits, are float32 numbers."""
+
+_FEW = {torch.int16: 3, torch.int32: 8, torch.int64: 24}
+"""Binary digits of the largest |x₀| below which a pass is said to be coarse, by the integers that hold it."""
 
 
 def headroom(dtype: torch.dtype) -> int:
@@ -60,3 +64,20 @@ def follow(fixed: FixedPoint, peak_x: float, peak_v: float, most_guard: int = MO
     free = headroom(fixed.dtype)
     widest = 1 if fixed.dtype == torch.int16 else free + 1
     return fixed if all(-widest <= move < free for move in moves) else ideal
+
+
+def warn_of_few_digits(start: float, fixed: FixedPoint) -> None:
+    """Where the input of a pass was held to few binary digits because its range was made for far larger values. That need not
+    matter: what blocks make of it may not depend on them.
+
+    Args:
+        start: the largest |x₀|, in units of the fixed point.
+    """
+    digits = max(math.frexp(start)[1], 0)
+    if start and digits < _FEW[fixed.dtype]:
+        warnings.warn(
+            f"the input of this pass, |x| ≤ {start * 2.0**-fixed.bits:.3g}, was held to {digits} binary digits, because activations of "
+            "it, or of a pass before it, are larger out of all proportion. Scale the input up, or normalise what makes them grow; "
+            "after a single such batch the next pass is held finer.",
+            stacklevel=2,
+        )
