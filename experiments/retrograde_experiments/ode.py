@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class Config:
     rate: float = 0.1
     schedule: str = "multistep"
     milestones: tuple[int, ...] = (60,)
+    warmup: float = 0.0  # epochs in which the rate rises
     limit: int | None = None
     repeats: int = 3
 
@@ -92,7 +93,8 @@ class Config:
 
     def _rates(self) -> str:
         at = ", ".join(map(str, self.milestones))
-        return f"÷10 at {at}" if self.schedule == "multistep" else self.schedule
+        rises = f", rising for {self.warmup:g} epoch(s)" if self.warmup else ""
+        return (f"÷10 at {at}" if self.schedule == "multistep" else self.schedule) + rises
 
 
 def units(config: Config) -> list[Key]:
@@ -139,8 +141,8 @@ class Side(nn.Module):
     def _flow(self, x: Tensor) -> Tensor:
         if not self.carried:
             return self.blocks(x)
-        v = None
-        for block in self.blocks:
+        v, blocks = None, cast("list[SecondOrderODE]", list(self.blocks))
+        for block in blocks:
             x, v = block.encode(x, v)
         return x
 
@@ -150,7 +152,8 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     images, device = small_set(config.data), context.device
     sources = [Resident(images, config.batch, seed=s, device=device, limit=config.limit) for s in range(config.repeats)]
     steps, recipe = sources[0].steps, Recipe(
-        epochs=config.epochs, batch=config.batch, rate=config.rate, schedule=config.schedule, milestones=config.milestones
+        epochs=config.epochs, batch=config.batch, rate=config.rate, schedule=config.schedule, milestones=config.milestones,
+        warmup=config.warmup,
     )  # fmt: skip
     torch.manual_seed(unit["channels"])
     net = Side(config, unit["order"], unit["channels"], sources[0].channels, sources[0].classes).to(device)

@@ -61,7 +61,7 @@ def test_forward_and_the_same_parameters(name: str, size: int) -> None:
     assert list(plain.state_dict()) == list(momentum.state_dict())
 
 
-@pytest.mark.parametrize("velocity", [None, "first"])
+@pytest.mark.parametrize("velocity", [None, "first", "learned"])
 def test_momentum_gradients_are_those_of_stored_activations(velocity: str | None) -> None:
     nets = {
         m: thin_resnet(20, gamma=0.9, velocity=velocity, memory=m, verify="blocks")
@@ -76,16 +76,47 @@ def test_momentum_gradients_are_those_of_stored_activations(velocity: str | None
     assert found["reverse"]["layer3.2.conv1.weight"].any()
 
 
-def test_copies_and_files_keep_the_momentum_stages_tied_to_their_blocks() -> None:
-    net, x = thin_resnet(20, gamma=0.9).eval(), torch.randn(1, 3, 8, 8)
+def test_a_learned_velocity_is_f_of_a_block_of_its_own() -> None:
+    """The rest of the network starts as without; the first stage against its recurrence written out."""
+    made = []
+    for velocity in (None, "learned"):
+        torch.manual_seed(0)
+        made.append(thin_resnet(20, gamma=0.9, velocity=velocity, memory="store").eval())
+    plain, learned = made
+    missing, unexpected = learned.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected
+    assert {name.split(".")[0] for name in missing} == {"velocity1", "velocity2", "velocity3"}
+    assert all(map(torch.equal, plain.parameters(), learned.parameters()))  # as far as there are any
+    x = torch.randn(2, 16, 8, 8).relu()
+    with torch.no_grad():
+        expected, v = x, learned.velocity1.block.branch(x)
+        for block in learned.layer1:
+            v = 0.9 * v + 0.1 * (block(expected) - expected)
+            expected = expected + v
+        torch.testing.assert_close(learned.layer1(x), expected, rtol=1e-4, atol=1e-5)
+    image = torch.randn(2, 3, 8, 8)
+    assert not torch.allclose(learned(image), plain(image))
+    learned.train()(image).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in learned.named_parameters() if n.startswith("velocity"))
+    assert learned.velocity2.block.bn1.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("velocity", [None, "learned"])
+def test_copies_and_files_keep_the_momentum_stages_tied_to_their_blocks(velocity: str | None) -> None:
+    net, x = thin_resnet(20, gamma=0.9, velocity=velocity).eval(), torch.randn(1, 3, 8, 8)
     expected = net(x)
     buffer = io.BytesIO()
     torch.save(net, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
         assert torch.equal(other(x), expected)
-        other.layer1[0].conv1.weight.data.zero_()
-        assert not torch.equal(other(x), expected)
+        parts = [other.layer1[0], *([other.velocity1.block] if velocity else [])]
+        for part in parts:
+            kept = copy.deepcopy(part.state_dict())
+            part.conv1.weight.data.zero_()
+            assert not torch.equal(other(x), expected)
+            part.load_state_dict(kept)
+            assert torch.equal(other(x), expected)
         other.double()(x.double()).sum().backward()
         assert other.layer3[2].conv1.weight.grad is not None
 

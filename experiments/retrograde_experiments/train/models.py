@@ -19,7 +19,7 @@ from retrograde.nets.revnet import rev_resnet
 
 from ..errors import ExperimentError
 
-VELOCITIES = {"zero": None, "first": "first"}
+VELOCITIES = {"zero": None, "first": "first", "learned": "learned"}
 
 
 def build(
@@ -33,7 +33,7 @@ def build(
         classes, channels: of the images.
         size: "cifar" or "imagenet".
         gamma: γ; a RevNet has none.
-        velocity: "zero" or "first": v₀ = 0 or f(x₀).
+        velocity: v₀: "zero"; "first", f(x₀) of each stage's first block; "learned", of a block of its own.
         memory, verify, overflow, state_bits: as in `MomentumNet`; a RevNet has no state_bits.
     """
     match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)(?:(?<=\d)x([1-9]\d?))?", name)
@@ -42,7 +42,7 @@ def build(
     if match is None or velocity not in VELOCITIES:
         given = f"network {name!r}" if match is None else f"velocity {velocity!r}"
         raise ExperimentError(
-            f"there is no {given}. Networks: resnet101, thin-resnet110, revnet101; velocities: zero, first."
+            f"there is no {given}. Networks: resnet101, thin-resnet110, revnet101; velocities: {', '.join(VELOCITIES)}."
         )
     kind, depth = match[1], int(match[2])
     options: dict[str, Any] = {"memory": memory, "verify": verify, "overflow": overflow}

@@ -72,7 +72,9 @@ class Setting(Recipe):
     data: str = _option("cifar10", "the images", *NAMES, "folder")
     data_dir: str | None = _option(None, "where they are (default: $RETROGRADE_DATA, or data)")
     gamma: float = _option(0.9, "γ of the momentum network; 0 with --memory store is the plain ResNet")
-    velocity: str = _option("zero", "v₀: 0, or f(x₀) of each stage's first block", "zero", "first")
+    velocity: str = _option(
+        "zero", "v₀: 0, or f(x₀) of each stage's first block, or of a block of its own", "zero", "first", "learned"
+    )
     memory: str = _option("auto", "how activations are remembered", "reverse", "checkpoint", "store", "auto")
     state_bits: str = _option("auto", "width of the integers that hold x and v; 16 is for --amp", "auto", "16")
     verify: str = _option("auto", "check that backward rewound the network", "auto", "off", "end", "blocks")

@@ -79,6 +79,21 @@ class Bottleneck(_Block):
         return self.bn3(self.conv3(self.relu(self.bn2(self.conv2(x)))))
 
 
+class Velocity(nn.Module):
+    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2].
+
+    Args:
+        block: keeps the shape of x; its relu after the addition is left out.
+    """
+
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block.branch(x)
+
+
 class MomentumStage(nn.Sequential):
     """A stage whose blocks that keep their shape run as a momentum network; the parameters are named as in the plain stage.
 
@@ -142,7 +157,8 @@ class ResNet(nn.Module):
         stem: "imagenet": 7×7, stride 2, and pooling; "cifar": 3×3.
         classes: outputs.
         gamma: None for the plain network, else γ of the momentum stages.
-        options: of the momentum stages, see `MomentumStage`.
+        options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
+            (`Velocity`); the others start as without.
 
     >>> import torch
     >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
@@ -157,6 +173,8 @@ class ResNet(nn.Module):
         super().__init__()
         if gamma is None and options:
             raise ValueError(f"{', '.join(options)} are options of momentum stages; pass gamma, too.")
+        learned = options.get("velocity") == "learned"
+        options |= {"velocity": None} if learned else {}
         imagenet = choice("stem", stem, ("imagenet", "cifar")) == "imagenet"
         self.conv1 = _conv(3, width, 7, 2) if imagenet else _conv(3, width, 3)
         self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
@@ -170,9 +188,19 @@ class ResNet(nn.Module):
             stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
             self.add_module(f"layer{i + 1}", stage)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, whole("classes", classes))
-        for m in self.modules():
-            if isinstance(m, nn.Conv2d):
-                nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+        _start(self)
+        if learned:
+            self._learn(block, width)
+
+    def _learn(self, block: type[BasicBlock] | type[Bottleneck], width: int) -> None:
+        """A block for the v₀ of each momentum stage."""
+        for i, stage in enumerate(self.stages()):
+            if isinstance(stage, MomentumStage) and stage.momentum is not None:
+                inner = width * 2**i
+                velocity = Velocity(block(inner * block.expansion, inner))
+                _start(velocity)
+                self.add_module(f"velocity{i + 1}", velocity)
+                stage.momentum.velocity = velocity
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -235,6 +263,12 @@ def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
     if kind == "thin-":
         return thin_resnet(int(depth), gamma=gamma, **settings)
     return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
+
+
+def _start(module: nn.Module) -> None:
+    for m in module.modules():
+        if isinstance(m, nn.Conv2d):
+            nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
