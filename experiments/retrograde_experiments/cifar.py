@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .data.batches import Resident
+from .errors import ExperimentError
 from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
@@ -44,6 +45,7 @@ TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 @dataclass(frozen=True)
 class Config:
     data: tuple[str, ...] = ("cifar10", "cifar100")
+    nets: tuple[str, ...] = tuple(NETS)
     model: str = "resnet101"
     gamma: float = 0.9
     memory: str = "reverse"
@@ -121,7 +123,11 @@ class Config:
 
 
 def units(config: Config) -> list[Key]:
-    return [{"data": d, "net": net, "seed": s} for d in config.data for s in range(config.repeats) for net in NETS]
+    if unknown := [net for net in config.nets if net not in NETS]:
+        raise ExperimentError(f"there is no net {unknown[0]!r} here; there are {', '.join(NETS)}.")
+    return [
+        {"data": d, "net": net, "seed": s} for d in config.data for s in range(config.repeats) for net in config.nets
+    ]
 
 
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:

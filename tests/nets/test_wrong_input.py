@@ -15,6 +15,8 @@ import retrograde as rg
 from problems import Mlp, float_recurrence, stack
 from retrograde.nets import RevNet
 
+COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
+
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, math.nan, math.inf, 1 - 1e-8, Fraction(1, 10**7)])
 def test_gamma_out_of_range(gamma: float) -> None:
@@ -137,6 +139,7 @@ def test_nan_in_the_input_is_not_laid_to_the_first_block(known: bool, value: flo
         launched(torch.ones(2, 8))
 
 
+@COARSE
 def test_after_an_overflow_the_range_is_found_anew() -> None:
     block, x = nn.Linear(4, 4), torch.randn(2, 4)
     net = rg.MomentumNet([block] * 3)
@@ -148,6 +151,7 @@ def test_after_an_overflow_the_range_is_found_anew() -> None:
     net(x).sum().backward()
 
 
+@COARSE
 def test_evaluation_at_another_scale_is_calibrated_on_the_spot() -> None:
     """Running statistics lag behind early in training, so activations in eval mode may be far from those in training."""
     net, x = rg.MomentumNet([nn.BatchNorm1d(4) for _ in range(6)]), torch.randn(16, 4) * 3
@@ -161,6 +165,7 @@ def test_evaluation_at_another_scale_is_calibrated_on_the_spot() -> None:
     net(x)
 
 
+@COARSE
 def test_inputs_of_another_scale_are_no_overflow() -> None:
     net = rg.MomentumNet([nn.Linear(4, 4)] * 3)
     for scale in (0.0, 1.0, 1e4, 1e-6, 1e6):
