@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,17 +301,90 @@ def test_to_look_changes_no_bit(look: str, velocity: str | None, dtype: torch.dt
     blocks = [Block(branch=True).to(dtype) for _ in range(6)]
     net = rg.MomentumNet(blocks, GAMMA, form=form, velocity=velocity, memory="reverse", fraction_bits=20)
 
-    def run(create_graph: bool) -> list[Tensor]:
+    def run(create_graph: bool = False) -> list[Tensor]:
         x = X.abs().to(dtype).requires_grad_()
         return list(torch.autograd.grad(loss(net(x)), [x, *net.parameters()], create_graph=create_graph))
 
-    for create_graph in (False, True):
-        quiet = run(create_graph)
-        for at in ((5,), (3,), (0, 2, 3), range(6)):
-            handles = [blocks[k].register_forward_pre_hook(looks) for k in at]
-            assert all(map(torch.equal, run(create_graph), quiet))
-            for handle in handles:
-                handle.remove()
+    quiet, traced = run(), run(create_graph=True)
+    for at in ((5,), (3,), (0, 2, 3), range(6)):
+        handles = [blocks[k].register_forward_pre_hook(looks) for k in at]
+        assert all(map(torch.equal, run(), quiet))
+        for a, b in zip(
+            run(create_graph=True), traced, strict=True
+        ):  # what it is made of may be asked for: the sum is kept
+            assert (a - b).abs().max() <= 100 * torch.finfo(dtype).eps * b.abs().max()
+        for handle in handles:
+            handle.remove()
+
+
+UNSEEN: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda g: g.data.mul_(3),
+    "numpy": lambda g: g.detach().numpy().__imul__(3),
+    "storage": lambda g: torch.empty(0, dtype=g.dtype).set_(g.untyped_storage()).mul_(3),
+    "data assigned": lambda g: setattr(g, "data", 3 * g),
+}
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("change", UNSEEN)
+def test_what_changes_a_gradient_and_leaves_no_trace(change: str, memory: str) -> None:
+    """As collectives do (`dist.all_reduce(g)` in a hook): the version of a tensor does not move."""
+
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3 and x.requires_grad:
+            x.register_hook(lambda g: (UNSEEN[change](g), None)[1])
+        return x
+
+    def changes(model: Loop) -> None:
+        model.between = between
+
+    model, plain = built(memory, changes, verify="off")
+    ways = ((model, model), (plain, partial(written_out, plain)))
+    found = [torch.autograd.grad(loss(run(X)), list(net.parameters())) for net, run in ways]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_hook_that_writes_to_a_batch_of_gradients() -> None:
+    def between(k: int, x: Tensor) -> Tensor:
+        if k == 3 and x.requires_grad:
+            x.register_hook(lambda g: g.mul_(2))
+        return x
+
+    def changes(model: Loop) -> None:
+        model.between = between
+
+    model, _ = built("store", changes, verify="off")
+    y = model(X)
+    seeds = torch.randn(4, *y.shape, dtype=y.dtype)
+    weight = next(model.parameters())
+    (batched,) = torch.autograd.grad(y, weight, seeds, retain_graph=True, is_grads_batched=True)
+    for seed, found in zip(seeds, batched, strict=True):
+        (one,) = torch.autograd.grad(y, weight, seed, retain_graph=True)
+        torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
+
+
+def test_a_sum_without_gradients_has_none() -> None:
+    """Form "branch": x + f under `no_grad`, of an x and an f that have gradients."""
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Residual(branch=True) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                f = layer(x)
+                with torch.no_grad():
+                    target = x + f
+                assert not target.requires_grad
+                x = x + f
+                assert torch.allclose(target, x)
+            return x
+
+    net = rg.convert(Net().double(), stages=["layers"], form="branch", gamma=GAMMA)
+    net(X.clone().requires_grad_()).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

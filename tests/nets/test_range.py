@@ -434,3 +434,27 @@ def test_the_stage_of_a_converted_model_is_named() -> None:
     model = rg.convert(nn.Sequential(*(Times(0.0) for _ in range(4))), gamma=GAMMA, stages=[""])
     with torch.no_grad(), pytest.raises(rg.RangeOverflow, match=r"stage '0-3'.*Multiply the input by a constant"):
         model(1e-30 * torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_evaluation_goes_with_a_training_that_grew(converted: bool) -> None:
+    """Evaluated before training (a sanity check), it has a range of its own, which training leaves behind."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(8, 8, bias=False) for _ in range(6)]
+    net: nn.Module = rg.MomentumNet(blocks, GAMMA)
+    if converted:
+        whole = nn.Sequential(*(Times(0.1) for _ in range(6)))
+        net, blocks = rg.convert(whole, gamma=GAMMA, stages=[""]), [block.w for block in whole]
+    x = torch.randn(16, 8 - 4 * converted)
+    with torch.no_grad():
+        net.eval()(x)
+    for _ in range(60):
+        net.train()(x).square().mean().backward()
+        with torch.no_grad():
+            for block, linear in zip(net if converted else blocks, blocks, strict=True):
+                if converted:
+                    block.size *= 1.08
+                else:
+                    linear.weight *= 1.03
+    with torch.no_grad():
+        assert net.eval()(x).isfinite().all()

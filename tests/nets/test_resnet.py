@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import retrograde as rg
 from problems import assert_same_bits, train_step
@@ -119,6 +119,23 @@ def test_copies_and_files_keep_the_momentum_stages_tied_to_their_blocks(velocity
             assert torch.equal(other(x), expected)
         other.double()(x.double()).sum().backward()
         assert other.layer3[2].conv1.weight.grad is not None
+
+
+def test_a_learned_velocity_can_be_replaced() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros_like(x)
+
+    net, x = thin_resnet(20, gamma=0.9, velocity="learned").eval(), torch.randn(2, 3, 8, 8)
+    without = thin_resnet(20, gamma=0.9).eval()
+    without.load_state_dict(net.state_dict(), strict=False)
+    other, before = copy.copy(net), net(x)
+    other._modules = dict(net._modules)
+    assert not torch.allclose(before, without(x))
+    for i in (1, 2, 3):
+        setattr(other, f"velocity{i}", Nothing())
+    torch.testing.assert_close(other(x), without(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net(x), before, rtol=1e-5, atol=1e-6)
 
 
 def test_stages_are_handed_to_a_momentum_network() -> None:

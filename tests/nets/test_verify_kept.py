@@ -196,10 +196,10 @@ class Leaky(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.a, self.b, self.how, self.scale = nn.Linear(64, 64), nn.Linear(64, 64), how, 1.0
-        self.module = nn.RReLU() if how == "module" else None
+        self.module = nn.RReLU(inplace=how == "in a view") if how in ("module", "in a view") else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
+        h = self.a(x[None])[0] if self.how == "in a view" else self.a(x)
         h = self.module(h) if self.module is not None else F.rrelu(h, training=False, inplace=self.how == "in place")
         return h.tanh() + self.b(x * self.scale) * 0 if self.how == "inside" else self.b(h * self.scale)
 
@@ -223,6 +223,7 @@ UNFILLED = [
     (Leaky, "module"),
     (Leaky, "functional"),
     (Leaky, "in place"),
+    (Leaky, "in a view"),
     (Leaky, "inside"),
     (Ctc, "within"),
     (Ctc, "aside"),

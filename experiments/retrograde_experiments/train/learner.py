@@ -210,11 +210,7 @@ def own_ranges(net: nn.Module) -> Iterator[None]:
     kept = ranges(net)
     set_ranges(net, {})
     for _, found in momentum_nets(net):
-        evaluation = found.range.of(False)
-        evaluation.fixed, evaluation.begun = (
-            {},
-            True,
-        )  # an evaluation does not depend on those before it, nor on training
+        found.range.of(False).fixed = {}  # an evaluation does not depend on those before it, nor on training
     try:
         yield
         ranges(net)  # look at the last passes while their ranges are in place

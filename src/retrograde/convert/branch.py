@@ -77,6 +77,8 @@ def _adds_up(branch: Branch, x: Tensor) -> bool:
     x0, x1, (then, *others) = branch.pair
     if [version(x1), version(branch)] != others or (x.requires_grad and not x1.requires_grad):
         return False
+    if x1.requires_grad and not torch.is_grad_enabled():
+        return False  # the sum has no gradient
     return same(x, x0, then) or same(x0, x, then)  # the block may have been given an alias, by a hook
 
 

@@ -204,7 +204,10 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for stage in self.stages():
+        for i, stage in enumerate(self.stages()):
+            velocity, net = getattr(self, f"velocity{i + 1}", None), getattr(stage, "momentum", None)
+            if velocity is not None and net is not None and net.velocity is not velocity:
+                net.velocity = velocity  # another one was put in its place, or this is a replica
             x = stage(x)
         return self.fc(self.avgpool(x).flatten(1))
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
-from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow, warn_of_few_digits
+from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow, warn_of_few_digits, wider
 from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
@@ -135,18 +135,20 @@ class Range:
         self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
-        self.begun = False
+        self.beside: dict[torch.dtype, FixedPoint] = {}  # what training's was when this one was last used
         self.other: Range | None = None
         if not other:
             self.other = Range(setting, narrow, other=True)
             self.other.later = self.later
 
     def of(self, training: bool) -> Range:
-        """The range of passes in this mode."""
+        """The range of passes in this mode. Where that of training has moved, evaluation begins with the wider of the two."""
         if training or self.other is None:
             return self
-        if self.fixed and not self.other.begun:
-            self.other.fixed, self.other.begun = dict(self.fixed), True
+        if self.fixed and self.fixed != self.other.beside:
+            self.other.beside = dict(self.fixed)
+            for dtype, fixed in self.fixed.items():
+                self.other.fixed[dtype] = wider(fixed, self.other.fixed.get(dtype, fixed))
         return self.other
 
     def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
@@ -190,7 +192,7 @@ class Range:
         fixed = calibrated(peak_x, peak_v, dtype, most_guard)
         check_resolution(peak_x, fixed)
         self.fixed[dtype] = fixed
-        self.begun, self.fraction = True, WIDE
+        self.fraction = WIDE
         return fixed
 
     def seen(self, state: Momentum) -> None:

@@ -23,8 +23,8 @@ pass holds besides its own is one array, none in the last block; after a relu on
 
 So the float x of a layer is given only what comes through the block that it goes into; the rest of its gradient goes by the token.
 Where it has a hook, or is to retain its gradient, or comes back as another tensor, `Rejoin` leads all of it through the float, rounded
-as that is. A step that gets this sum as it was made, because nobody did more than look, takes it apart again and adds up in its own
-order and precision: to look changes no bit.
+as that is. A step that gets the values of this sum, because nobody did more than look, takes it apart again and adds up in its own
+order and precision: to look changes no bit. (Where a graph of the backward pass is made, or a CUDA graph, it changes the last.)
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -41,6 +41,7 @@ from torch.autograd import Function
 
 from ..core.errors import ReplayError
 from ..core.ops import values
+from .later import capturing_on
 from .momentum import Momentum
 
 Factors = tuple[float, float, float, float, int]
@@ -264,29 +265,30 @@ class Rejoin(Function):
 class Sum:
     """What goes beside a float x and what comes through it, p and d, in one."""
 
-    d: Tensor
-    version = -1
+    d: Tensor | None = None
 
     def __init__(self, p: Tensor) -> None:
-        self.p, self.together = p, p
+        self.p = p
 
     def into(self, d: Tensor) -> None:
         """Add p to d in place: `torch.autograd.grad` of x may have taken d already, from before any hook."""
-        self.d, self.together = d.clone(), d.add_(self.p)
-        self.version = d._version
+        self.d = d.clone()
+        d.add_(self.p)
 
     def apart(self, g: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """p and d, p as the step after gave it, if g is the sum; 0 and g if it is what others made of it."""
-        if g is not None and g._version == self.version and _same(g, self.together):
-            return None if "_left_out" in self.p.__dict__ else self.p, self.d
+        """p and d, p as the step after gave it, if g is the sum, by its values: much changes a tensor and leaves no other trace. Else
+        0 and g, what others made of it, or may have."""
+        p = None if "_left_out" in self.p.__dict__ else self.p
+        if self.d is None:
+            return p, g  # nothing was added to it
+        if g is not None and self._untouched(g, self.d):
+            return p, self.d
         return torch.zeros_like(self.p), g
 
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether one is the other, or a view of all of it as it is (`b.view_as(b)`)."""
-    if a is b or a.shape != b.shape or type(a) is not Tensor or _traced(a, b):
-        return a is b
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+    def _untouched(self, g: Tensor, d: Tensor) -> bool:
+        if type(g) is not Tensor or _traced(self.p, d, g) or capturing_on(g.device):
+            return False
+        return g.dtype == d.dtype and torch.equal(g, d.clone().add_(self.p))
 
 
 def _apart(p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import torch
 
@@ -41,6 +42,12 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
     return FixedPoint(bits, dtype, min(bits_v - bits, most_guard))
 
 
+def wider(one: FixedPoint, other: FixedPoint) -> FixedPoint:
+    """A fixed point that holds the x and the v of both."""
+    bits = min(one.bits, other.bits)
+    return replace(one, bits=bits, guard=max(min(one.bits + one.guard, other.bits + other.guard) - bits, 0))
+
+
 def check_resolution(peak: float, fixed: FixedPoint) -> None:
     """Raise where even the largest |x| is so small that the finest fixed point holds it less precisely than its float would (a
     float64: to fewer than 48 digits)."""
@@ -76,8 +83,8 @@ def warn_of_few_digits(start: float, fixed: FixedPoint) -> None:
     digits = max(math.frexp(start)[1], 0)
     if start and digits < _FEW[fixed.dtype]:
         warnings.warn(
-            f"the input of this pass, |x| ≤ {start * 2.0**-fixed.bits:.3g}, was held to {digits} binary digits, because activations of "
-            "it, or of a pass before it, are larger out of all proportion. Scale the input up, or normalise what makes them grow; "
-            "after a single such batch the next pass is held finer.",
+            f"the input of this pass was held to {digits} binary digits, because activations of it, or of a pass before it, are larger "
+            "out of all proportion. Scale the input up, or normalise what makes them grow; after a single such batch the next pass is "
+            "held finer.",
             stacklevel=2,
         )

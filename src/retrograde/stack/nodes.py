@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import RReLU
 
 from ..core.call import Call
 from ..core.parts import Parts
@@ -106,6 +107,10 @@ def unfilled(call: Call, saved: list[Tensor], y: Any) -> set[int] | None:
         return found
     held = (t for m in call.parts.modules for t in vars(m).values())
     for node, name in _nodes([t for t in (y, *held) if isinstance(t, Tensor)], since):
+        if name == "torch::autograd::CopySlices" and any(
+            isinstance(m, RReLU) and not m.training for m in call.parts.modules
+        ):
+            return None  # an operation in place on a view, which is not shown
         attribute = _UNFILLED.get(name.partition("Backward")[0])
         if attribute is None:
             continue
