@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 import retrograde as rg
 from retrograde.convert.convert import stages_of
 from retrograde.extras import require
+from retrograde.nets.resnet import thin_resnet
 
 
 def encoder(layers: int = 3) -> nn.TransformerEncoder:
@@ -70,6 +71,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "velocity": (encoder, {"velocity": "last"}, ValueError, "velocity must be one of"),
     "fraction bits": (encoder, {"fraction_bits": 200}, ValueError, "fraction_bits must be"),
     "a stage twice": (encoder, {"stages": ["layers", "layers.0"]}, ValueError, "layers.0 is in two of the stages"),
+    "momentum already": (lambda: thin_resnet(20, gamma=0.9), {}, ValueError, r"layer1.0 is a block of .* layer1 \(RectifiedNet\)"),
+    "in a momentum network": (
+        lambda: nn.Sequential(rg.MomentumNet(encoder().layers, form="block")), {}, ValueError, r"0 \(MomentumNet\).*plain network",
+    ),
     "another form": (encoder, {"stages": ["layers"], "form": "branch", "example": X}, ValueError, "pass form='block'"),
 }  # fmt: skip
 

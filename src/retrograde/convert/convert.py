@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers
-from ..stack.calibrate import apart, unheard
+from ..stack.calibrate import apart, holders, unheard
 from ..stack.inputs import check_surroundings
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
@@ -123,9 +123,15 @@ def look(
             f"found no run of {least} or more residual blocks to convert in {type(model).__name__}. Looked at:\n{looked_at(model)}\n"
             f"Name the stages, stages=['path.of.blocks']{advice}."
         )
+    reversible = {m: f"{name} ({type(part).__name__})" for name, part in holders(model) for m in part.modules()}
     for run in finding.runs:
         for path in run.blocks:
             blocks.check(modules[path], path)
+            if modules[path] in reversible:
+                raise ValueError(
+                    f"{path} is a block of a reversible network already, {reversible[modules[path]]}. Build the plain network "
+                    "(gamma=None) to convert it or to plan its conversion, or name other stages."
+                )
     if form not in (None, "relu"):
         return finding
     return replace(finding, runs=tuple(_rectified(run, modules, form) for run in finding.runs))
