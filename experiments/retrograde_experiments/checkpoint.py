@@ -79,8 +79,8 @@ def state_of(net: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and fixed-point ranges, for `save`."""
     settle(net)  # on an accelerator the last passes may not have been looked at yet
     kept = {
-        name: [[str(dtype).removeprefix("torch."), f.bits, f.guard] for dtype, f in getattr(held, what).items()]
-        for name, held, what in _ranges(net)
+        name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
+        for name, held in _ranges(net)
     }
     return {"parameters": net.state_dict(), "ranges": kept}
 
@@ -88,15 +88,14 @@ def state_of(net: nn.Module) -> dict[str, Any]:
 def restore(net: nn.Module, state: dict[str, Any]) -> None:
     """The inverse of `state_of`: what the network computes from here on has the bits of the one that was saved."""
     net.load_state_dict(state["parameters"])
-    for name, held, what in _ranges(net):
+    for name, held in _ranges(net):
         dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in state["ranges"].get(name, []))
-        setattr(held, what, {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes})
+        held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
+        held.begun = bool(held.fixed)
 
 
-def _ranges(net: nn.Module) -> Iterator[tuple[str, Range, str]]:
-    """What there is of them by name, and where it is kept."""
+def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
     for name, part in holders(net):
-        yield name, part.range, "fixed"
+        yield name, part.range
         if part.range.other is not None:
-            yield f"{name}, evaluation", part.range.other, "fixed"
-            yield f"{name}, beside evaluation", part.range.other, "beside"
+            yield f"{name}, evaluation", part.range.other

@@ -177,3 +177,12 @@ def test_sparse_meta_and_nan() -> None:
         model(X * float("nan"))
     with pytest.raises(TypeError, match="a meta tensor has no values"):
         model.to("meta")(X.to("meta"))
+
+
+def test_a_reversible_part_of_a_model_is_left_alone() -> None:
+    """A teacher that is a momentum network already, and a student that is not."""
+    model = nn.ModuleDict({"teacher": thin_resnet(20, gamma=0.9), "student": thin_resnet(20)})
+    rg.convert(model)
+    assert all(stage.name.startswith("student.") for stage in stages_of(model))
+    with pytest.raises(ValueError, match="is a block of a reversible network already"):
+        rg.convert(nn.ModuleDict({"teacher": thin_resnet(20, gamma=0.9)}), stages=["teacher.layer1"])

@@ -458,3 +458,41 @@ def test_evaluation_goes_with_a_training_that_grew(converted: bool) -> None:
                     linear.weight *= 1.03
     with torch.no_grad():
         assert net.eval()(x).isfinite().all()
+
+
+def times_four(converted: bool) -> tuple[nn.Module, nn.Sequential]:
+    """A momentum network whose f is of one size, whatever x is; and a plain one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Times(1.0) for _ in range(4)))
+    own = copy.deepcopy(plain)
+    if converted:
+        return rg.convert(own, gamma=GAMMA, stages=[""]), plain
+    return rg.MomentumNet(own, GAMMA, form="block"), plain
+
+
+@pytest.mark.parametrize("converted", [True, False])
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_spike_in_training_costs_evaluation_few_digits(converted: bool, looked: bool) -> None:
+    net, plain = times_four(converted)
+    x = torch.randn(3, 4)
+    wanted = recurrence(plain.double(), x)
+    with torch.no_grad():
+        for scale in (1.0, 1e4):
+            net.train()(scale * x)
+            if looked:
+                repr(net.eval())
+            for _ in range(2):
+                assert (net.eval()(x).double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_evaluation_on_quiet_batches_is_not_taken_by_surprise(converted: bool) -> None:
+    """Its range may be finer than training's, by no more than leaves it room for what training has."""
+    net, _ = times_four(converted)
+    blocks = list(net) if converted else list(net.blocks)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for training, size in ((True, 100.0), (False, 0.3), (False, 0.3), (True, 100.0), (False, 100.0)):
+            for block in blocks:
+                block.size = size
+            assert net.train(training)(x).isfinite().all()

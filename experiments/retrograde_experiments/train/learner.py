@@ -210,7 +210,11 @@ def own_ranges(net: nn.Module) -> Iterator[None]:
     kept = ranges(net)
     set_ranges(net, {})
     for _, found in momentum_nets(net):
-        found.range.of(False).fixed = {}  # an evaluation does not depend on those before it, nor on training
+        evaluation = found.range.of(False)
+        evaluation.fixed, evaluation.begun = (
+            {},
+            True,
+        )  # an evaluation does not depend on those before it, nor on training
     try:
         yield
         ranges(net)  # look at the last passes while their ranges are in place

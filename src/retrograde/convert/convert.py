@@ -123,18 +123,26 @@ def look(
             f"found no run of {least} or more residual blocks to convert in {type(model).__name__}. Looked at:\n{looked_at(model)}\n"
             f"Name the stages, stages=['path.of.blocks']{advice}."
         )
-    reversible = {m: f"{name} ({type(part).__name__})" for name, part in holders(model) for m in part.modules()}
+    finding = _not_reversible(model, finding, modules, every=stages is not None)
     for run in finding.runs:
         for path in run.blocks:
             blocks.check(modules[path], path)
-            if modules[path] in reversible:
-                raise ValueError(
-                    f"{path} is a block of a reversible network already, {reversible[modules[path]]}. Build the plain network "
-                    "(gamma=None) to convert it or to plan its conversion, or name other stages."
-                )
     if form not in (None, "relu"):
         return finding
     return replace(finding, runs=tuple(_rectified(run, modules, form) for run in finding.runs))
+
+
+def _not_reversible(model: nn.Module, finding: Finding, modules: dict[str, nn.Module], every: bool) -> Finding:
+    """Without runs of blocks that are a reversible network's already. Raise if none is left, or if `every` run was asked for."""
+    known = {m: f"{name} ({type(part).__name__})" for name, part in holders(model) for m in getattr(part, "blocks", ())}
+    taken = {run: path for run in finding.runs for path in reversed(run.blocks) if modules[path] in known}  # the first
+    if taken and (every or len(taken) == len(finding.runs)):
+        path = next(iter(taken.values()))
+        raise ValueError(
+            f"{path} is a block of a reversible network already, {known[modules[path]]}. Build the plain network (gamma=None) to "
+            "convert it or to plan its conversion, or name other stages."
+        )
+    return replace(finding, runs=tuple(run for run in finding.runs if run not in taken))
 
 
 def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.fixedpoint import FixedPoint, integer_dtype
-from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow, warn_of_few_digits, wider
+from .headroom import HEADROOM, MOST_BITS, calibrated, check_resolution, follow, toward, warn_of_few_digits
 from .later import WARM_UP, Later, capturing
 from .momentum import Momentum, Outcome, Recurrence, check_range
 
@@ -124,6 +124,7 @@ class Range:
     behind, makes other activations than training does.
     """
 
+    training: Range | None = None  # of evaluation: that of training, which may have grown since
     fraction = WIDE  # of passes of which nothing is known yet: see `wide`; less: the last one did not fit
 
     def __init__(self, setting: Any, narrow: bool = False, other: bool = False) -> None:
@@ -135,20 +136,19 @@ class Range:
         self.narrow = narrow
         self.fixed: dict[torch.dtype, FixedPoint] = {}
         self.later = Later()
-        self.beside: dict[torch.dtype, FixedPoint] = {}  # what training's was when this one was last used
+        self.begun = False
         self.other: Range | None = None
         if not other:
             self.other = Range(setting, narrow, other=True)
             self.other.later = self.later
 
     def of(self, training: bool) -> Range:
-        """The range of passes in this mode. Where that of training has moved, evaluation begins with the wider of the two."""
+        """The range of passes in this mode."""
         if training or self.other is None:
             return self
-        if self.fixed and self.fixed != self.other.beside:
-            self.other.beside = dict(self.fixed)
-            for dtype, fixed in self.fixed.items():
-                self.other.fixed[dtype] = wider(fixed, self.other.fixed.get(dtype, fixed))
+        self.other.training = self
+        if self.fixed and not self.other.begun:
+            self.other.fixed, self.other.begun = dict(self.fixed), True
         return self.other
 
     def for_input(self, x: Tensor, most_guard: int, survey: Callable[[], tuple[float, float]]) -> FixedPoint:
@@ -178,6 +178,8 @@ class Range:
             return FixedPoint(0, dtype)  # any will do, and nothing is learnt of it
         if fixed is None and capturing(x):
             raise RuntimeError(WARM_UP)
+        if fixed is not None and self.training is not None:
+            fixed = toward(fixed, self.training.fixed.get(dtype, fixed))
         if fixed is not None and (over := self._outgrown(x, fixed)):
             if not several_processes():
                 return None
@@ -192,7 +194,7 @@ class Range:
         fixed = calibrated(peak_x, peak_v, dtype, most_guard)
         check_resolution(peak_x, fixed)
         self.fixed[dtype] = fixed
-        self.fraction = WIDE
+        self.begun, self.fraction = True, WIDE
         return fixed
 
     def seen(self, state: Momentum) -> None:

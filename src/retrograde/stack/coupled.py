@@ -11,7 +11,7 @@ As in a momentum network (`graph`, `forward`) tokens carry gradients and integer
     Half    (token, y)   → token, float            the stream that a block moves, and that the next block reads
     Turn    (token)      → token                   the other stream, where both are squeezed
     Leave   (tokens)     → float, both streams in one
-    Rejoin  as in a momentum network
+    Rejoin  as in a momentum network, but the sum stays rounded as x is: to look may change last digits in bfloat16 and float16
 
 A half adds, so its gradient needs no values: with g the gradient of the moved stream, gy = g and g passes on.
 """

@@ -16,6 +16,9 @@ HEADROOM = 3
 MOST_GUARD = 6
 """Guard digits at most, whatever v was: branches that start at zero grow quickly, and v must be able to reach |x| / 8."""
 
+YIELD = 6
+"""Bits that evaluation gives up, at most, to hold what training has to: in 32 there are as many as float32 has, and these to spare."""
+
 MOST_BITS = 107
 """Fraction bits at most: 2^bits, and as much again for the guard digits, are float32 numbers."""
 
@@ -42,10 +45,13 @@ def calibrated(peak_x: float, peak_v: float, dtype: torch.dtype, most_guard: int
     return FixedPoint(bits, dtype, min(bits_v - bits, most_guard))
 
 
-def wider(one: FixedPoint, other: FixedPoint) -> FixedPoint:
-    """A fixed point that holds the x and the v of both."""
-    bits = min(one.bits, other.bits)
-    return replace(one, bits=bits, guard=max(min(one.bits + one.guard, other.bits + other.guard) - bits, 0))
+def toward(own: FixedPoint, other: FixedPoint) -> FixedPoint:
+    """A fixed point wide enough for x and v of the other as well, or as far as costs `YIELD` bits: none of 16."""
+    most, guard = 0 if own.dtype == torch.int16 else YIELD, max(own.guard, other.guard)
+    bits, v = (
+        max(min(a, b), a - most) for a, b in ((own.bits, other.bits), (own.bits + own.guard, other.bits + other.guard))
+    )
+    return replace(own, bits=bits, guard=min(max(v - bits, 0), guard))
 
 
 def check_resolution(peak: float, fixed: FixedPoint) -> None:
