@@ -142,7 +142,9 @@ def _not_reversible(model: nn.Module, finding: Finding, modules: dict[str, nn.Mo
             f"{path} is a block of a reversible network already, {known[modules[path]]}. Build the plain network (gamma=None) to "
             "convert it or to plan its conversion, or name other stages."
         )
-    return replace(finding, runs=tuple(run for run in finding.runs if run not in taken))
+    inside = tuple(f"{name}." for name, _ in holders(model))
+    left = tuple(other for other in finding.left if not (inside and other.path.startswith(inside)))
+    return Finding(tuple(run for run in finding.runs if run not in taken), left)
 
 
 def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run:
