@@ -35,6 +35,7 @@ from .train.unit import small_set
 
 ORDERS = {"none": "no ODE blocks", "first": "first order", "second": "second order"}
 TINTS = {"none": "#9ca3af", "first": "#2563eb", "second": "#ea580c"}
+SHIFTS = {"none": 1.0, "first": 0.95, "second": 1.05}  # of a seed's point
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ def figure(config: Config, records: list[Record]) -> Any:
         found = {c: _at(records, c, order) for c in config.channels if _at(records, c, order)}
         axis.plot(list(found), [mean(v) for v in found.values()], "o-", color=TINTS[order], label=name)
         for c, values in found.items():
-            axis.plot([c] * len(values), values, ".", color=TINTS[order], markersize=4, alpha=0.6)
+            beside = c * SHIFTS[order]  # or the points of one order would hide those of another
+            axis.plot([beside] * len(values), values, ".", color=TINTS[order], markersize=4, alpha=0.6)
     axis.set_xscale("log", base=2)
     axis.set_xticks(config.channels, [str(c) for c in config.channels])
     axis.set(xlabel="channels", ylabel="test accuracy, %", title=f"{config.blocks} ODE blocks, {config.data}")
