@@ -11,19 +11,17 @@ import torch
 from torch import nn
 
 from ..core.rational import as_ratios
-from ..stack.aside import copied_buffers
-from ..stack.calibrate import apart, holders, unheard
-from ..stack.inputs import check_surroundings
+from ..stack.calibrate import holders
 from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.rectified import DEEPEST, rectified
-from ..stack.uncompiled import uncompiled
 from . import block as blocks
 from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
 from .stage import Settings, Stage
+from .survey import ARRANGED, STAGES, survey
 
-STAGES, ARRANGED, NESTED = "_retrograde_stages", "_retrograde_arrangement", "_retrograde_nested"
+NESTED = "_retrograde_nested"
 _CHOICES = {
     "form": ("block", "branch", "relu"), "velocity": (None, "first"), "memory": MODES, "verify": VERIFY,
     "overflow": ("raise", "nan"),
@@ -235,49 +233,6 @@ def stages_of(model: nn.Module) -> list[Stage]:
     """The stages of a converted model, in the order of its blocks."""
     places = (blocks.place_of(module) for module in model.modules())
     return list(dict.fromkeys(place.stage for place in places if place is not None))
-
-
-def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the first training step: run the model once without gradients, to learn the range of each stage; and plan it."""
-    if not torch.is_grad_enabled():
-        return
-    stages: list[Stage] = model.__dict__.get(STAGES, [])
-    if any(not (stage.surveyed or stage.dry) for stage in stages):
-        check_surroundings()  # here: what a survey raises is not shown
-        _survey(model, stages, args, kwargs)
-    _arrange(model, args, kwargs)
-
-
-@uncompiled
-def _arrange(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    arrangement: Arrangement | None = model.__dict__.get(ARRANGED)
-    if arrangement is not None:
-        arrangement.arrange(model, args, kwargs)
-
-
-def _survey(model: nn.Module, stages: list[Stage], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
-    try:
-        with torch.no_grad(), _rng_kept(devices), copied_buffers(model.modules()), unheard(model.modules()):
-            for stage in stages:
-                stage.surveying = True
-            model.forward(*apart(args), **apart(kwargs))
-    except Exception:  # what is wrong with the model shows in the step itself
-        for stage in stages:
-            stage.open.clear()  # a pass that was cut off says nothing of the blocks after it
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        for stage in stages:
-            stage.surveying, stage.surveyed = False, True
-            stage.open.clear()
-
-
-def _rng_kept(devices: set[torch.device]) -> Any:
-    kinds = {device.type for device in devices}
-    indices = [device.index or 0 for device in devices]
-    return torch.random.fork_rng(indices, device_type=kinds.pop()) if kinds else torch.random.fork_rng([])
 
 
 def _distinct(run: Run, modules: dict[str, nn.Module]) -> list[str]:

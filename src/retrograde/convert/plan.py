@@ -22,10 +22,11 @@ from ..measure.step import as_call
 from ..measure.units import human
 from ..stack.planner import check_budget
 from .arrange import simulated
-from .convert import ARRANGED, check_settings, look, place, revert, stages_of
+from .convert import check_settings, look, place, revert, stages_of
 from .find import Finding
 from .predict import Prediction, predict
 from .stage import Settings, Stage
+from .survey import ARRANGED
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ known is the tensor's memory, untouched since: an alias of it, as hooks of FSDP 
 continues the pass as well.
 
 The fixed-point range comes from a survey of the whole model, without gradients, before its first training step
-(`Survey`); a pass that finds no range to go by runs on 64-bit integers and leaves one behind.
+(`survey`); a pass that finds no range to go by runs on 64-bit integers and leaves one behind.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
-from ..stack.graph import observed
 from ..stack.inputs import check_input, check_surroundings
 from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, leanest
+from ..stack.rejoin import observed
 from .alias import FSDP2, handed_on, same, version
 from .arrange import Recorder
 from .branch import Branch

@@ -30,10 +30,10 @@ from ..core.fixedpoint import FixedPoint
 from ..core.tape import Frame, Kept
 from .coupling import Coupling, Scheme, unsqueeze
 from .forward import Like
-from .graph import Rejoin, observed
 from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .proof import Proven
+from .rejoin import Rejoin, observed
 
 
 def _sum(a: Tensor | None, b: Tensor | None, work: torch.dtype) -> Tensor | None:

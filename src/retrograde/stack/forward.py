@@ -24,12 +24,13 @@ from ..core.call import Call, Extra
 from ..core.fixedpoint import FixedPoint
 from ..core.parts import Memo
 from ..core.tape import Frame
-from .graph import Enter, Launch, Leave, Rejoin, Step, applied, observed
+from .graph import Enter, Launch, Leave, Step, applied
 from .kept import Held
 from .later import Later, check_capturable
 from .ledger import Ledger, Noted
 from .momentum import Momentum, Recurrence
 from .proof import Proven
+from .rejoin import Rejoin, observed
 from .rough import Rough
 from .thread import SameThread
 

@@ -7,7 +7,6 @@ without holding any of it. A node's float output is the next block's input.
     Launch  (token x, y)     → token x, token v, float x₀      v₀ = f
     Step    (tokens, y)      → token x, token v, float x_{k+1}
     Leave   (token v)        → float v
-    Rejoin  (token x, float) → token x                         where somebody looks at the gradient of the float x
 
 The step is linear, so its gradient needs no values: with s = gx + gv,
 
@@ -21,10 +20,8 @@ gradient is (γ/gain)·gy (`Recurrence.carried`). At the last step of a pass gv 
 relu one of two, as its bits say, which go with gy then): it is left out, and the step before makes it. What a block's backward
 pass holds besides its own is one array, none in the last block; after a relu one more, since gy is not what the block is given.
 
-So the float x of a layer is given only what comes through the block that it goes into; the rest of its gradient goes by the token.
-Where it has a hook, or is to retain its gradient, or comes back as another tensor, `Rejoin` leads all of it through the float, rounded
-as that is. A step that gets the values of this sum, because nobody did more than look, takes it apart again and adds up in its own
-order and precision: to look changes no bit. (Where a graph of the backward pass is made, or a CUDA graph, it changes the last.)
+So the float x of a layer is given only what comes through the block that it goes into; the rest of its gradient goes by the token
+(`rejoin`: where somebody looks, all of it goes through the float).
 
 Gradients for token x arrive in arrays that these nodes made themselves one step earlier, so they are updated in place,
 except where a graph of the backward pass itself is asked for (`create_graph`).
@@ -36,13 +33,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
 from ..core.errors import ReplayError
 from ..core.ops import values
-from .later import capturing_on
 from .momentum import Momentum
+from .rejoin import apart, traced
 
 Factors = tuple[float, float, float, float, int]
 """c, e, e1, gain and the form: gv = c·h and, where gx is left out, gx = e·h, or e1·h where a relu let x through; gy = gain·s."""
@@ -84,18 +80,11 @@ def applied(node: type[Function]) -> Any:
     return node.apply if torch._C._are_functorch_transforms_active() else super(Function, node).apply  # type: ignore[misc]
 
 
-def _traced(*gradients: Tensor | None) -> bool:
-    """Whether the backward pass is itself differentiated or vectorised, so that nothing may be done in place."""
-    return torch.is_grad_enabled() or any(
-        g is not None and (is_batchedtensor(g) or is_legacy_batchedtensor(g)) for g in gradients
-    )
-
-
 def _sum(p: Tensor | None, d: Tensor | None, work: torch.dtype) -> Tensor | None:
     """p + d, into p's memory where no graph is being made of it; d is never written to."""
     if p is None or d is None:
         return p if d is None else d.to(work, copy=True)
-    return p + d if _traced(p, d) else p.add_(d)
+    return p + d if traced(p, d) else p.add_(d)
 
 
 class Enter(Function):
@@ -107,7 +96,7 @@ class Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, None]:
-        gx = _sum(*_apart(p, d), ctx.work)
+        gx = _sum(*apart(p, d), ctx.work)
         return (None if gx is None else gx.to(ctx.dtype)), None
 
 
@@ -122,7 +111,7 @@ class Launch(Function):
 
     @staticmethod
     def backward(ctx: Any, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, ...]:
-        gx = _sum(*_apart(p, d), ctx.work)
+        gx = _sum(*apart(p, d), ctx.work)
         if h is None:
             return gx, None, None, None
         gv = h * ctx.unit
@@ -157,7 +146,7 @@ class Step(Function):
                 "Return a changed copy instead."
             )
         dtype, work = ctx.dtypes
-        p, d = _apart(p, d)
+        p, d = apart(p, d)
         factors: Factors = ctx.factors
         relu = factors[-1] == 2
         mask = _kept(ctx, "mask") if relu else None
@@ -169,7 +158,7 @@ class Step(Function):
         if p is None and h is not None and ctx.strides is not None and not ctx.last:
             after = h.__dict__["_mask_carried"]  # no default: a gradient made without it would be wrong
         left_out = p is None and h is None and ctx.needs_input_grad[1] and not ctx.first  # it can be made from gy
-        if _traced(p, h, d):
+        if traced(p, h, d):
             passed, later = (None if m is None else unpacked(m, d.shape, ctx.strides) for m in (mask, after))
             out, gy = _carried(p, h, d, factors, passed, later)
             gv, given = gy.to(work), gy if passed is None else torch.where(passed, gy, 0)
@@ -231,80 +220,6 @@ def _kept(ctx: Any, name: str) -> Tensor:
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         setattr(ctx, name, None)
     return kept
-
-
-class Rejoin(Function):
-    @staticmethod
-    def forward(ctx: Any, xt: Tensor, x: Tensor, state: Momentum) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.sums = x.dtype, dict[int, Sum]()  # by backward pass
-        sums = ctx.sums
-
-        def all_of_it(d: Tensor) -> None:
-            made = sums.pop(torch._C._current_graph_task_id(), None)
-            if made is not None:
-                made.into(d)
-
-        if x.requires_grad:
-            before = list(x._backward_hooks or ())
-            x.register_hook(all_of_it)
-            hooks: dict[int, Any] = x._backward_hooks  # type: ignore[assignment]
-            for others in before:  # they are to see it: autograd goes by the order in which they were put in
-                hooks[others] = hooks.pop(others)
-        return state.token()
-
-    @staticmethod
-    def backward(ctx: Any, p: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        if p is None or "_sum" in p.__dict__:  # another one's, of the same x
-            return p, None, None
-        zero = p.new_zeros(()).expand(p.shape)  # None would say that it was left out
-        zero.__dict__["_sum"] = ctx.sums[torch._C._current_graph_task_id()] = Sum(p)
-        return zero, torch.zeros_like(p, dtype=ctx.dtype), None  # which makes d an array that nobody else has
-
-
-class Sum:
-    """What goes beside a float x and what comes through it, p and d, in one."""
-
-    d: Tensor | None = None
-
-    def __init__(self, p: Tensor) -> None:
-        self.p = p
-
-    def into(self, d: Tensor) -> None:
-        """Add p to d in place: `torch.autograd.grad` of x may have taken d already, from before any hook."""
-        self.d = d.clone()
-        d.add_(self.p)
-
-    def apart(self, g: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """p and d, p as the step after gave it, if g is the sum, by its values: much changes a tensor and leaves no other trace. Else
-        0 and g, what others made of it, or may have."""
-        p = None if "_left_out" in self.p.__dict__ else self.p
-        if self.d is None:
-            return p, g  # nothing was added to it
-        if g is not None and self._untouched(g, self.d):
-            return p, self.d
-        return torch.zeros_like(self.p), g
-
-    def _untouched(self, g: Tensor, d: Tensor) -> bool:
-        if type(g) is not Tensor or _traced(self.p, d, g) or capturing_on(g.device):
-            return False
-        return g.dtype == d.dtype and torch.equal(g, d.clone().add_(self.p))
-
-
-def _apart(p: Tensor | None, d: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of token x and float x, from before `Rejoin` if they come from there."""
-    made: Sum | None = None if p is None else p.__dict__.get("_sum")
-    return (p, d) if made is None else made.apart(d)
-
-
-def observed(x: Tensor) -> bool:
-    """Whether somebody looks at the gradient of x, or changes it. FSDP2's hooks and ours do neither."""
-    hooks = x._backward_hooks
-    return x.retains_grad or bool(hooks and not all(map(_own, hooks.values())))
-
-
-def _own(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "retrograde."))
 
 
 class Leave(Function):

@@ -102,7 +102,7 @@ class Momentum:
         self.recurrence, self.fixed, self.reversible = recurrence, fixed, reversible
         self.dtype, self.shape, self.unit = x0.dtype, x0.shape, 2.0**-fixed.bits
         self.begins, self._form = recurrence.begins, FORMS.index(recurrence.form)
-        self.entered: set[int] = set()  # steps whose x is given all of its gradient (`graph.Rejoin`)
+        self.entered: set[int] = set()  # steps whose x is given all of its gradient (`rejoin.Rejoin`)
         self.whole: set[int] = set()  # steps of form "relu" whose block gives relu(x + f) itself: "block"
         largest = torch.finfo(x0.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
         self.limits = (fixed.limit, min(fixed.limit, largest))  # of |v| and |x|, as integers; x must fit its float
