@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
+KNOWN_INSIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
+"""Whether it is known what oneDNN takes inside of its convolutions and 16-bit products on this CPU (`measure.dry.workspace`)."""
+
 
 class Mlp(nn.Module):
     """f(x) = W₂ᵀ tanh(W₁x + b), the paper's."""

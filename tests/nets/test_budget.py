@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from problems import Attention, Mlp, assert_same_bits, conv, same_in_every_mode, train_step
+from problems import KNOWN_INSIDE, Attention, Mlp, assert_same_bits, conv, same_in_every_mode, train_step
 from retrograde.measure import peak_memory
 from retrograde.nets import budget as budgets
 from retrograde.stack.momentum import Recurrence
@@ -38,7 +38,7 @@ def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
 
 
 def links_of(net: rg.MomentumNet) -> list[Choice]:
-    ((_, links),) = net._planner.links.values()
+    ((_, links, _),) = net._planner.links.values()
     return links
 
 
@@ -67,8 +67,9 @@ def test_sweep(kind: str, form: str, velocity: str | None) -> None:
     everything = peak(net, x)
     assert net.plan.stored == len(net.blocks)
     least = math.ceil(min(link.peak for link in links_of(net)) * (1 + RESERVE))
+    most = max(everything * 1.1, math.ceil(links_of(net)[-1].peak * (1 + RESERVE)))
     before, cost, plans = 0, math.inf, []
-    for budget in torch.linspace(least, everything * 1.1, 6).int().tolist():
+    for budget in torch.linspace(least, most, 6).int().tolist():
         net.budget = budget
         now, plan = peak(net, x), net.plan
         assert now <= budget
@@ -251,7 +252,7 @@ def test_weights_cast_by_autocast_are_counted() -> None:
         net.budget = int(link.peak * (1 + RESERVE)) + 1
         now = peak(net, x, autocast=True)
         assert now <= net.budget
-        assert net.plan.peak <= now * 1.15 * (1 + RESERVE)
+        assert net.plan.peak <= now * (1.15 if KNOWN_INSIDE else 1.2) * (1 + RESERVE)
 
 
 def test_a_fraction_of_the_device() -> None:

@@ -88,7 +88,7 @@ def simulated(
     if autocast is not None:
         dtype, enabled = autocast, True
     cached = enabled and torch.is_autocast_cache_enabled()
-    before = [(stage, stage.dry, stage.planned, stage.used) for stage in stages]
+    before = [(stage, stage.dry, stage.planned, stage.last) for stage in stages]
     try:
         with unseen(model.modules()), dry(model, (tuple(args), dict(kwargs))) as (meter, (args, kwargs)):
             known = [
@@ -112,8 +112,8 @@ def simulated(
             for i in (forward - 1, forward):
                 usage[i] += spare
     finally:
-        for stage, around, plan, used in before:
-            stage.dry, stage.planned, stage.used, stage.recorder = around, plan, used, None
+        for stage, around, plan, last in before:
+            stage.dry, stage.planned, stage.last, stage.recorder = around, plan, last, None
             stage.open.clear()
     if any(
         stage.settings.verify in ("end", "blocks") for stage in stages

@@ -115,11 +115,11 @@ class Stage:
         self.arrangement = 0  # the number of the one that this stage is in
         self.planned: Plan | None = None  # what the arrangement of the model's stages gives this one
         self.recorder: Recorder | None = None  # while that is being worked out
-        self.used = ""  # the memory mode of the last pass
+        self.last: Plan | None = None  # of the last pass
         self.dry: Any = (
             None  # to predict memory, on tensors without values: what every run of a block is to be put into
         )
-        if self.settings.memory == "reverse" and 0 in self.recurrence.gammas:
+        if self.settings.memory == "reverse" and self.recurrence.plain:
             raise ValueError(
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
                 "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
@@ -136,24 +136,28 @@ class Stage:
         self.recurrence = self._recurrence(gamma)
 
     @property
+    def used(self) -> str:
+        """The memory mode of the last pass."""
+        return "" if self.last is None else str(self.last)
+
+    @property
     def rectifies(self) -> bool:
         """Whether the blocks are to give f, and the steps form relu(x + f)."""
         return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
 
     def plan_for(self, dtype: torch.dtype) -> Plan:
         """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        if self.planned is not None and not (self.planned.reversed and 0 in self.recurrence.gammas):
+        if self.planned is not None and not (self.planned.reversed and self.recurrence.plain):
             return self.planned
         memory = "checkpoint" if self.checkpointed else self.settings.memory
-        if memory == "reverse" and 0 in self.recurrence.gammas:
+        if memory == "reverse" and self.recurrence.plain:
             memory = "auto"
         return leanest(self.recurrence, dtype, memory)
 
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
         check_input(x, f"the input of {path}, converted to a momentum step,")
-        plan = self.plan_for(x.dtype)
-        self.used = str(plan)
+        self.last = plan = self.plan_for(x.dtype)
         if self.checkpointed or not any(self.recurrence.gammas):
             return self._plain(own, path, x, extra, index, plan)
         run = self._continued(x, index, path)

@@ -133,7 +133,8 @@ def workspace(func: Any, args: Any, out: Any) -> int:
 
     On a CPU oneDNN lays input, weights and output of a convolution out anew, with channels rounded up to its blocks of 16 (images
     of up to 3 channels stay as they are), unless the kernel is of one pixel and goes to each; batch norm's backward has another array
-    of the size of its input. On a GPU fused attention adds up the gradient of its queries in float32.
+    of the size of its input. (So on CPUs with AVX-512. With AVX2 alone it has other ways, some of which take more.) On a GPU fused
+    attention adds up the gradient of its queries in float32.
     """
     if "attention" in str(func):
         return 4 * int(args[1].numel()) if args[1].is_cuda else 0

@@ -104,31 +104,34 @@ class Planner:
 
     def __init__(self, budget: Any) -> None:
         self.budget = budget
-        self.links: dict[Hashable, tuple[Recurrence, list[Choice]]] = {}
+        self.links: dict[Hashable, tuple[Recurrence, list[Choice], dict[int, Plan]]] = {}  # last: by budget, in bytes
         self.tracks: dict[Hashable, Track] = {}  # of passes that measure
 
     def plan(
-        self, kind: Hashable, recurrence: Recurrence, x: Tensor, known: Sequence[Tensor],
+        self, kind: Hashable, recurrence: Recurrence, x: Tensor, known: Callable[[], Sequence[Tensor]],
         simulate: Callable[[Plan], tuple[list[int], Track]],
     ) -> tuple[Plan, Any]:  # fmt: skip
-        """The plan for this pass, and what is to look at its blocks.
+        """The plan for this pass, and what is to look at its blocks. A device waits while this is worked out: what is known is kept.
 
         Args:
             kind: what decides, besides the network, which tensors the blocks keep.
-            known: tensors that are there anyway.
+            known: the tensors that are there anyway.
             simulate: from the leanest plan to the usage of a step and the network's track.
         """
-        lean = leanest(recurrence, x.dtype)
         if kind not in self.links or self.links[kind][0] is not recurrence:
-            found = self._found(kind, lean, recurrence, x, known, simulate)
+            lean = leanest(recurrence, x.dtype)
+            found = self._found(kind, lean, recurrence, x, known(), simulate)
             if isinstance(found, Track):
                 return lean, found.look
             while len(self.links) >= _KINDS:
                 self.links.pop(next(iter(self.links)))
-            self.links[kind] = recurrence, found
+            self.links[kind] = recurrence, found, {}
+        _, links, plans = self.links[kind]
         budget = as_bytes(self.budget, x.device)
-        choice = within(budget, self.links[kind][1], f"an input of shape {tuple(x.shape)}")
-        return planned(choice)[0], None
+        if budget not in plans:
+            plans.clear()  # budgets that follow what is free differ from pass to pass
+            plans[budget] = planned(within(budget, links, f"an input of shape {tuple(x.shape)}"))[0]
+        return plans[budget], None
 
     def _found(
         self, kind: Hashable, lean: Plan, recurrence: Recurrence, x: Tensor, known: Sequence[Tensor], simulate: Any
@@ -151,3 +154,6 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tracks": {}}  # they know addresses
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, links={kind: link for kind, link in state["links"].items() if len(link) == 3})

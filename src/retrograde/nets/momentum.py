@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..core.call import Extra
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint
-from ..core.parts import Memo
+from ..core.parts import Memo, parts_of
 from ..core.rational import as_ratios
 from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range, apart, narrow, peaks, several_processes, unheard
@@ -296,7 +296,7 @@ class MomentumNet(nn.Module):
         inputs, groups = (x, *extra.tensors), self._groups()
         kind = (
             self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            sum(p.requires_grad for p in self.parameters()), self.verify, sum(map(whole, groups)),
+            self._trained(), self.verify, sum(map(whole, groups)),
         )  # fmt: skip
 
         def simulate(plan: Plan) -> tuple[list[int], Track]:
@@ -312,9 +312,18 @@ class MomentumNet(nn.Module):
                 self.verify in ("end", "blocks"),
             )
 
-        known = (*self.parameters(), *self.buffers(), *inputs)
+        def known() -> tuple[Tensor, ...]:
+            return (*self.parameters(), *self.buffers(), *inputs)
+
         self.plan, look = self._planner.plan(kind, self.recurrence, x, known, simulate)
         return self.plan.arguments | {"look": look}
+
+    def _trained(self) -> int:
+        """How many parameters are: by what is known of the blocks, which is quicker than to look for all parameters of a network."""
+        parts = [parts_of(block, f"block {k}", self.memo) for k, block in enumerate(self._groups())]
+        if isinstance(self.velocity, nn.Module):
+            parts.append(parts_of(self.velocity, "velocity", self.memo))
+        return sum(p.requires_grad for part in parts for p in part.parameters)
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
@@ -382,7 +391,7 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def _check_reversible(memory: str, recurrence: Recurrence) -> None:
-    if memory == "reverse" and 0 in recurrence.gammas:
+    if memory == "reverse" and recurrence.plain:
         raise ValueError(
             "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
             "memory='checkpoint', 'store' or 'auto', or a gamma above 0."

@@ -59,6 +59,6 @@ def properties(net: nn.Module | type[nn.Module]) -> Properties:
     found = next((DECLARED[base] for base in kind.__mro__ if base in DECLARED), None)
     if found is None:
         raise TypeError(f"{kind.__name__} is not of the family: {', '.join(c.__name__ for c in DECLARED)}.")
-    if isinstance(net, MomentumNet) and 0 in net.recurrence.gammas:
+    if isinstance(net, MomentumNet) and net.recurrence.plain:
         return Properties("none", found.same_parameters, found.unconstrained)
     return found

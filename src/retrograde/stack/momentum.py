@@ -71,6 +71,16 @@ class Recurrence:
         return MOST_GUARD + math.ceil(math.log2(1 / reach)) if reach else MOST_GUARD
 
     @cached_property
+    def plain(self) -> bool:
+        """Whether a step of it is that of a plain residual network, which cannot be undone."""
+        return 0 in self.gammas
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """What has been worked out of it (`planner.leanest`), and need not be again in every pass."""
+        return {}
+
+    @cached_property
     def begins(self) -> dict[int, torch.dtype | None]:
         """Where the information buffers begin, and their dtypes."""
         return buffers(self.gammas)

@@ -117,7 +117,11 @@ def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
 
 def leanest(recurrence: Recurrence, dtype: torch.dtype, mode: str = "auto") -> Plan:
     """The plan without a budget: every block by one mode; "auto" is the one that needs least."""
-    return Plan.uniform(cheapest(recurrence, dtype) if mode == "auto" else mode, len(recurrence.gammas))
+    if (dtype, mode) not in recurrence.plans:
+        chosen = cheapest(recurrence, dtype) if mode == "auto" else mode
+        recurrence.plans[dtype, mode] = Plan.uniform(chosen, len(recurrence.gammas))
+    plan: Plan = recurrence.plans[dtype, mode]
+    return plan
 
 
 def as_bytes(budget: Any, device: torch.device) -> int:
