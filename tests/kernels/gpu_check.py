@@ -65,7 +65,7 @@ def gradients_are_carried_as_in_plain_torch(device: str) -> str:
 def hash_is_that_of_plain_torch(device: str) -> str:
     ours, count = kernels(device).digest, 0
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int16, torch.uint8):
-        for shape in ((1,), (1000,), (70_001,), (33, 4097)):
+        for shape in ((1,), (1000,), (70_001,), (33, 4097), (2**23 + 77,)):
             t = (torch.randn(shape, device=device) * 50).to(dtype)
             found = torch.zeros((), dtype=torch.int64, device=device)
             if not ours(t, found, 3, 1):  # no compiler here

@@ -46,7 +46,8 @@ for x in ("*i32", "*i16"):
     compiled(cuda._pull, [x, x, "*fp32", "i64", "fp32", "i32"], BLOCK=1024)
     for out in ("*fp32", "*bf16"):
         compiled(cuda._decode, [x, out, "i64", "fp32"], BLOCK=1024)
-compiled(cuda._digest, ["*i32", "*i64", "i64", "i32", "i32"], BLOCK=1024)
+for times in (1, 8):
+    compiled(cuda._digest, ["*i32", "*i64", "i64", "i32", "i32"], TIMES=times, BLOCK=1024)
 print("compiled")
 """
 

@@ -100,6 +100,12 @@ def test_the_hash_is_the_one_defined(dtype: torch.dtype, size: int) -> None:
         assert found == 5 + sign * verify.digest_ref(verify.words(t), seed)
 
 
+@pytest.mark.parametrize("size", [8 * 1024, 8 * 1024 + 1, 20_000, 40_960, 41_000])
+def test_the_hash_of_many_words_is_the_one_defined(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_MANY", 8 * 1024)  # by several blocks a program
+    test_the_hash_is_the_one_defined(torch.int32, size)
+
+
 @pytest.mark.parametrize("integers", [torch.int32, torch.int16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "expanded"])

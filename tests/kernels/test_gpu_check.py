@@ -48,4 +48,4 @@ def test_the_script_needs_no_test_runner() -> None:
         [sys.executable, "-c", code, str(path), "hash"], capture_output=True, text=True, timeout=120, check=False
     )
     assert found.returncode == 0, found.stderr
-    assert "20 hashes" in found.stdout
+    assert "25 hashes" in found.stdout

@@ -26,6 +26,8 @@ from ..core.verify import words
 from .layout import alike, laid_out_as
 
 BLOCK = 1024
+_MANY = 2**22
+"""Words from which on a program hashes several blocks of them: there are enough to keep a device busy."""
 KEEP, ZERO, NARROW_RATIO, WIDE_RATIO = range(4)
 
 
@@ -118,7 +120,7 @@ def _raise(float_ptr, most):
     """Raise a non-negative float, taken as its bits, to `most`."""
     at = float_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     # most pieces are below what is there already: a look at it is cheaper than an atomic operation
-    tl.atomic_max(at, most, mask=most > tl.load(at))
+    tl.atomic_max(at, most, mask=most > tl.load(at), sem="relaxed")
 
 
 @triton.jit
@@ -252,17 +254,23 @@ def _carry(
 
 
 @triton.jit(do_not_specialize=["seed", "sign"])
-def _digest(w_ptr, into_ptr, size, seed, sign, BLOCK: tl.constexpr):
-    pair = tl.program_id(0).to(tl.int64) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    at = pair // 8 * 16 + pair % 8
-    left = tl.load(w_ptr + at, at < size, other=0).to(tl.uint32, bitcast=True)
-    right = tl.load(w_ptr + at + 8, at + 8 < size, other=0).to(tl.uint32, bitcast=True)
-    k = pair.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32) + 0xC2B2AE3D
-    k = (k ^ (k >> 15)) * 0x85EBCA77
-    k = k ^ (k >> 13)
-    product = (left + k).to(tl.uint64) * (right + k * 0xC2B2AE3D).to(tl.uint64)
-    product = tl.where(pair < (size + 15) // 16 * 8, product.to(tl.int64, bitcast=True), 0)
-    tl.atomic_add(into_ptr, tl.sum(product, 0) * sign)
+def _digest(w_ptr, into_ptr, size, seed, sign, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * TIMES)
+    left_here = tl.minimum(size - first, BLOCK * TIMES).to(tl.int32)
+    pairs_here = (left_here + 15) // 16 * 8
+    pair = tl.arange(0, BLOCK // 2)
+    total = tl.zeros((BLOCK // 2,), tl.int64)
+    for _ in tl.static_range(TIMES):
+        at = pair // 8 * 16 + pair % 8
+        left = tl.load(w_ptr + first + at, at < left_here, other=0).to(tl.uint32, bitcast=True)
+        right = tl.load(w_ptr + first + at + 8, at + 8 < left_here, other=0).to(tl.uint32, bitcast=True)
+        k = (pair.to(tl.uint32) + (first // 2).to(tl.uint32)) * 0x9E3779B1 + seed.to(tl.uint32) + 0xC2B2AE3D
+        k = (k ^ (k >> 15)) * 0x85EBCA77
+        k = k ^ (k >> 13)
+        product = (left + k).to(tl.uint64) * (right + k * 0xC2B2AE3D).to(tl.uint64)
+        total += tl.where(pair < pairs_here, product.to(tl.int64, bitcast=True), 0)
+        pair += BLOCK // 2
+    tl.atomic_add(into_ptr, tl.sum(total, 0) * sign, sem="relaxed")
 
 
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -284,8 +292,11 @@ def _kind(n: int, d: int) -> int:
 _compiled: dict[Any, Any] = {}
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[float, ...], *constants: Any) -> None:
-    """Run a kernel on `size` elements; from the second time on without the look-up of Triton's own launcher.
+def _launch(
+    kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[float, ...], *constants: Any, times: int = 1
+) -> None:
+    """Run a kernel on `size` elements, so many `times` a block of them each; from the second time on without the look-up of Triton's
+    own launcher.
 
     What the compiler may specialise a kernel on is in the key: dtypes, divisibility of the size, whole numbers; alignment is seen
     to. Addresses are given as numbers: of each tensor the launcher would ask for its own, and the driver whether that is one.
@@ -295,7 +306,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], size: int, numbers: tuple[
         id(kernel), device, size % 16 == 0, size == 1, size < 2**31, constants,
         *[t.dtype for t in tensors], *[n for n in numbers if type(n) is int],
     )  # fmt: skip
-    grid, compiled, aligned = (-(-size // BLOCK), 1, 1), _compiled.get(key), not reduce(or_, pointers) & 15
+    grid, compiled, aligned = (-(-size // (BLOCK * times)), 1, 1), _compiled.get(key), not reduce(or_, pointers) & 15
     if compiled is not None and aligned:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         compiled[grid](*pointers, size, *numbers, *constants, BLOCK, stream=stream)
@@ -371,5 +382,6 @@ def carry(
 def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> bool:
     """`core.verify.digest` of a contiguous tensor."""
     w = words(t)
-    _launch(_digest, (w, into), w.numel(), (seed, sign))
+    times = 8 if w.numel() >= _MANY else 1  # all add to one number, one after another
+    _launch(_digest, (w, into), w.numel(), (seed, sign), times, times=times)
     return True
