@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from retrograde.nets.ode import EXPLICIT, NeuralODE, SecondOrderODE
 
-from .data.batches import Resident
+from .data.batches import Resident, Several
 from .errors import ExperimentError
 from .findings import Finding, spread
 from .metrics import Key, Record
@@ -50,6 +50,7 @@ class Config:
     solver: str = "rk4"
     steps: int = 2
     gradient: str = "adjoint"
+    compile: bool = False  # f, by torch.compile: fewer and larger kernels
     epochs: int = 120
     batch: int = 128
     rate: float = 0.1
@@ -87,7 +88,7 @@ class Config:
         part = f" (its first {self.limit:,} training images)" if self.limit else ""
         return (
             f"{self.data}{part}, {self.blocks} blocks of horizon 1 ({self.solver}, "
-            f"{self.steps} step(s) each, {self.gradient} gradient), "
+            f"{self.steps} step(s) each, {self.gradient} gradient{', f compiled' if self.compile else ''}), "
             f"ε = {self.eps:g}, v₀ = {'f(x₀)' if self.velocity == 'first' else '0'}{' in the first' if self.carried else ''}, "
             f"{self.epochs} epochs of batch {self.batch}, SGD 0.9, rate {self.rate:g} ({self._rates()}), {self.repeats} seeds.{smaller}"
         )
@@ -100,6 +101,13 @@ class Config:
 
 def units(config: Config) -> list[Key]:
     return [{"channels": c, "order": order} for c in config.channels for order in ORDERS]
+
+
+class F(nn.Sequential):
+    """f of a block. The compiler looks into classes of ours, not into PyTorch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 class Side(nn.Module):
@@ -119,8 +127,11 @@ class Side(nn.Module):
         def conv(before: int, kernel: int, stride: int = 1) -> nn.Conv2d:
             return nn.Conv2d(r * before, r * c, kernel, stride, padding=1, groups=r)
 
-        def f() -> nn.Sequential:
-            return nn.Sequential(norm(), nn.ReLU(), conv(c, 3), norm(), nn.ReLU(), conv(c, 3), norm())
+        def f() -> nn.Module:
+            found = F(norm(), nn.ReLU(), conv(c, 3), norm(), nn.ReLU(), conv(c, 3), norm())
+            if config.compile:
+                found.compile(dynamic=False)
+            return found
 
         def block() -> nn.Module:
             options: dict[str, Any] = {"solver": config.solver, "steps": config.steps, "gradient": config.gradient}
@@ -151,13 +162,14 @@ class Side(nn.Module):
 def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     """The accuracy of every repeat, and the mean training loss per epoch."""
     images, device = small_set(config.data), context.device
-    sources = [Resident(images, config.batch, seed=s, device=device, limit=config.limit) for s in range(config.repeats)]
-    steps, recipe = sources[0].steps, Recipe(
+    source = Resident(images, config.batch, device=device, limit=config.limit)
+    batches = Several(source, range(config.repeats))
+    steps, recipe = source.steps, Recipe(
         epochs=config.epochs, batch=config.batch, rate=config.rate, schedule=config.schedule, milestones=config.milestones,
         warmup=config.warmup,
     )  # fmt: skip
     torch.manual_seed(unit["channels"])
-    net = Side(config, unit["order"], unit["channels"], sources[0].channels, sources[0].classes).to(device)
+    net = Side(config, unit["order"], unit["channels"], source.channels, source.classes).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=config.rate, momentum=0.9)
     done, curve = 0, []
     saved = context.checkpoint.load()
@@ -177,10 +189,9 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     with fast(device):
         for epoch in range(done // steps, config.epochs):
             total = torch.zeros((), device=device)
-            for batches in zip(*(source.epoch(epoch) for source in sources), strict=True):
+            for x, y in batches.epoch(epoch):
                 for group in optimizer.param_groups:
                     group["lr"] = rate_at(recipe, done, steps)
-                x, y = torch.cat([x for x, _ in batches], 1).contiguous(), torch.stack([y for _, y in batches])
                 total, done = total + graphed(both, x, y) / config.repeats, done + 1
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
@@ -191,7 +202,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
             if context.checkpoint.due():
                 kept = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "done": done, "curve": curve}
                 context.checkpoint.save(kept)
-    return {"accuracy": accuracies(net, sources[0]), "train_loss": curve}
+    return {"accuracy": accuracies(net, source), "train_loss": curve}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from retrograde_experiments.data import DataError, cifar, data_dir, idx, load
-from retrograde_experiments.data.batches import Resident
+from retrograde_experiments.data.batches import Resident, Several
 from retrograde_experiments.data.folder import FolderBatches, load_folders
 from retrograde_experiments.data.images import Images, Spec, digest, verified
 from retrograde_experiments.data.pack import parts, single
@@ -219,6 +219,17 @@ def test_two_processes_share_a_batch(ten: Images) -> None:
     assert torch.equal(torch.cat([shares[0][4], shares[1][4]]), alone[4])
     with pytest.raises(ValueError, match="multiple of 3 processes; got 10"):
         Resident(ten, 10, world=3)
+
+
+def test_several_seeds_side_by_side_see_the_batches_of_each(ten: Images) -> None:
+    seeds = (0, 3, 1)
+    alone = [Resident(ten, 10, seed=seed).epoch(2) for seed in seeds]
+    together = list(Several(Resident(ten, 10), seeds).epoch(2))
+    assert len(together) == 10
+    for (x, y), *each in zip(together, *alone, strict=True):
+        assert x.is_contiguous()
+        assert torch.equal(x, torch.cat([x for x, _ in each], 1))
+        assert torch.equal(y, torch.stack([y for _, y in each]))
 
 
 def test_test_images_are_untouched_and_complete(ten: Images) -> None:

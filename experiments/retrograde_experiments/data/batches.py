@@ -7,7 +7,7 @@ a batch out, shifted and flipped; its layout in memory is channels_last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -81,19 +81,27 @@ class Resident:
         self.mean, self.std = (torch.tensor(values, device=device) for values in (spec.mean, spec.std))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        draw = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
+        order, shifts, flips = self.drawn(self.seed, epoch)
+        for k in range(start, self.steps):
+            first = k * self.batch + self.rank * self.share
+            part = slice(first, first + self.share)
+            yield self.taken(order[part], shifts[part], flips[part])
+
+    def drawn(self, seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every image of an epoch: which it is, how it is shifted, and whether it is flipped."""
+        draw = torch.Generator().manual_seed(1_000_003 * seed + epoch)
         order = torch.randperm(self.size, generator=draw)
         shifts = torch.randint(2 * self.pad + 1, (self.size, 2), generator=draw)
         flips = torch.randint(2, (self.size,), generator=draw).bool() & self.flip
         order, shifts, flips = (drawn.to(self.train_x.device, non_blocking=True) for drawn in (order, shifts, flips))
-        for k in range(start, self.steps):
-            first = k * self.batch + self.rank * self.share
-            part = slice(first, first + self.share)
-            chosen, shift = order[part], shifts[part]
-            cols = torch.where(flips[part, None], self.cols.flip(0), self.cols) + shift[:, 1:]
-            rows = self.rows + shift[:, :1]
-            x = self.train_x[chosen[:, None, None], rows[:, :, None], cols[:, None, :]]
-            yield self._normalised(x), self.train_y[chosen].to(self.device)
+        return order, shifts, flips
+
+    def taken(self, chosen: Tensor, shift: Tensor, flips: Tensor) -> Batch:
+        """These images, shifted and flipped."""
+        cols = torch.where(flips[:, None], self.cols.flip(0), self.cols) + shift[:, 1:]
+        rows = self.rows + shift[:, :1]
+        x = self.train_x[chosen[:, None, None], rows[:, :, None], cols[:, None, :]]
+        return self._normalised(x), self.train_y[chosen].to(self.device)
 
     def test(self) -> Iterator[Batch]:
         for x, y in zip(self.test_x.split(self.test_batch), self.test_y.split(self.test_batch), strict=True):
@@ -102,3 +110,27 @@ class Resident:
     def _normalised(self, x: Tensor) -> Tensor:
         x = x.to(self.device)
         return ((x.float() - self.mean) / self.std).permute(0, 3, 1, 2)
+
+
+class Several:
+    """Batches of several seeds side by side, taken out of one set together: those that `Resident` gives of each.
+
+    Args:
+        source: the set; all of a batch, in one process.
+        seeds: one for each network that is trained.
+    """
+
+    def __init__(self, source: Resident, seeds: Sequence[int]) -> None:
+        assert source.share == source.batch
+        self.source, self.seeds, self.steps = source, seeds, source.steps
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """x: (batch, seeds · channels, height, width), a seed's channels next to each other. y: (seeds, batch)."""
+        each = [self.source.drawn(seed, epoch) for seed in self.seeds]
+        order, shifts, flips = (torch.stack(drawn) for drawn in zip(*each, strict=True))
+        count, batch = len(self.seeds), self.source.batch
+        for first in range(0, self.steps * batch, batch):
+            part = slice(first, first + batch)
+            x, y = self.source.taken(*(drawn[:, part].flatten(0, 1) for drawn in (order, shifts, flips)))
+            beside = x.unflatten(0, (count, batch)).transpose(0, 1).flatten(1, 2)
+            yield beside.contiguous(), y.view(count, batch)
