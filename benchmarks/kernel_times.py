@@ -17,8 +17,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from retrograde_bench.cases import SIZES, Case, cases
-from retrograde_bench.methods import Method, Setup, choose
-from retrograde_bench.step import training_step, zero_gradients
+from retrograde_bench.methods import BASELINE, Method, Setup, choose
+from retrograde_bench.step import peak, training_step, zero_gradients
 
 METHODS = ("checkpoint", "ours-reverse", "ours-branch-reverse", "ours-16bit-reverse")
 
@@ -53,6 +53,16 @@ def prepared(case: Case, device: torch.device) -> Setup:
     return Setup(case, network, 0.9, "inductor")
 
 
+def measure_baseline(setup: Setup, device: torch.device) -> None:
+    """Have the peak that budgets are shares of."""
+    (baseline,) = choose(setup.case, [BASELINE])
+    x = setup.case.inputs(setup.case.batch, device)
+    zero_gradients(setup, x)
+    step = training_step(baseline, baseline.build(setup), x, setup.case)
+    step()
+    setup.peaks[BASELINE] = peak(step, device)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["L24", "L96-fp32", "320"])
@@ -67,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(given.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for case in cases(given.size, given.cases):
-        setup = prepared(case, device)
-        for method in choose(case, given.methods):
+        setup, chosen = prepared(case, device), choose(case, given.methods)
+        if any(method.budget is not None for method in chosen):
+            measure_baseline(setup, device)
+        for method in chosen:
             found = kernel_times(method, setup, device)
             total, count = sum(ms for _, ms in found.values()), sum(n for n, _ in found.values())
             print(f"\n{case.title}, {method.name}: {total:.1f} ms in {count} launches", flush=True)

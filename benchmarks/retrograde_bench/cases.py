@@ -102,9 +102,15 @@ _ALL = (
     _transformer("transformer-L96-fp32", "transformer L96, 32×512, fp32", 96, 8, 32, 512, share=0.25),
     _transformer("transformer-16k-bf16", "transformer L24, 1×16384, bf16", 24, 4, 1, 16384, autocast=_BF16),
     *(_resnet152(batch, bf16) for batch in (64, 320) for bf16 in (False, True)),
-    _sized(
-        _CIFAR, title="ResNet-1202 (CIFAR size), 128×32², fp32", network=lambda: cifar_resnet(1202), shape=(3, 32, 32), batch=128,
-        share=0.15,
+    *(
+        _sized(
+            replace(_CIFAR, name=name, layout=layout), title=f"ResNet-1202 (CIFAR size), 128×32², fp32{note}",
+            network=lambda: cifar_resnet(1202), shape=(3, 32, 32), batch=128, share=0.15,
+        )
+        for name, layout, note in (
+            ("resnet1202-128-fp32", torch.contiguous_format, ""),
+            ("resnet1202-last-128-fp32", torch.channels_last, ", channels_last"),
+        )
     ),
 )  # fmt: skip
 

@@ -100,3 +100,28 @@ def test_the_cost_of_a_block_in_every_mode(capsys: pytest.CaptureFixture[str]) -
     names = {line[:32].strip() for line in rows}
     assert names == set(cost["steps"](2, 4))
     assert all(0 < float(least) <= float(median) for *_, median, least in map(str.split, rows))
+
+
+def test_what_is_alive_at_the_peak_is_named_by_who_asked() -> None:
+    peak = script("at_peak")
+
+    def frame(filename: str, line: int, name: str) -> dict[str, object]:
+        return {"filename": filename, "line": line, "name": name}
+
+    conv, step = (
+        frame("/x/torch/nn/modules/conv.py", 5, "_conv"),
+        frame("/x/retrograde/stack/momentum.py", 7, "advance"),
+    )
+    assert peak["asked_by"]([conv]) == "conv.py:5 _conv"
+    assert peak["asked_by"]([conv, step]) == "momentum.py:7 advance … conv.py:5 _conv"
+    assert (
+        peak["asked_by"]([frame("Conv_v8.cpp", 0, "run_conv_plan(cudnnContext)"), step])
+        == "run_conv_plan(cudnnContext)"
+    )
+    assert peak["asked_by"]([]) == "?"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_there_is_no_history_of_allocations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("at_peak")["main"]([]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
