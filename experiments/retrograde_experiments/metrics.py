@@ -124,12 +124,13 @@ class Metrics:
 
     @classmethod
     @contextmanager
-    def open(cls, folder: Path, header: dict[str, Any]) -> Iterator[Metrics]:
+    def open(cls, folder: Path, header: dict[str, Any], defaults: dict[str, Any] | None = None) -> Iterator[Metrics]:
         """Begin a run, or go on with one of the same config.
 
         Args:
             folder: of the run; made if need be.
             header: what `config.json` shall hold: `experiment`, `config` and `device` must agree with what is there.
+            defaults: of settings that a run begun before there were such does not name.
 
         Raises:
             ExperimentError: if the folder holds another run, is damaged, or is in use. It is left as it was.
@@ -137,7 +138,7 @@ class Metrics:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / CONFIG).exists():
-                _agree(folder, read_config(folder), header)
+                _agree(folder, read_config(folder), header, defaults or {})
             elif (folder / METRICS).exists():
                 raise ExperimentError(f"{folder} holds metrics without a {CONFIG}. Use another folder.")
             else:
@@ -172,14 +173,14 @@ class Metrics:
         self.records.append(record)
 
 
-def _agree(folder: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _agree(folder: Path, stored: dict[str, Any], wanted: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuse to mix two configs in one folder, naming what differs."""
     differ = [
         f"{name} is {stored[name]!r} there and {wanted[name]!r} here"
         for name in ("experiment", "device")
         if stored[name] != wanted[name]
     ]
-    there, here = stored["config"], wanted["config"]
+    there, here = {**defaults, **stored["config"]}, wanted["config"]
     differ += [
         f"{name} is {there.get(name, 'absent')!r} there and {here.get(name, 'absent')!r} here"
         for name in dict.fromkeys([*there, *here])

@@ -86,7 +86,7 @@ def reproduce(
     if not chosen:
         raise ExperimentError(f"no unit has {dict(only or {})}. One of the {len(units)} there are: {named(units[0])}.")
     begun = time.perf_counter()
-    with Metrics.open(out, header) as metrics:
+    with Metrics.open(out, header, to_json(type(config)())) as metrics:
         done = metrics.done()
         todo = [unit for unit in chosen if named(unit) not in done]
         progress.planned(len(chosen), len(chosen) - len(todo))

@@ -253,6 +253,19 @@ def test_copies_pickles_and_revert() -> None:
     }
 
 
+def test_a_pickle_from_before_the_last_plan_was_kept() -> None:
+    model = converted(first_deep(), budget=4_300_000)
+    expected = bits(model)
+    for stage in stages_of(model):
+        state = {**stage.__getstate__(), "used": stage.used}
+        del state["last"]
+        stage.__dict__.clear()
+        stage.__setstate__(state)
+        assert stage.used == ""
+    assert same(bits(model), expected)
+    assert "reverse 3, keep input 2" in used(model).values()
+
+
 class Opaque(nn.Module):
     """x + f(x) that cannot be run without values."""
 

@@ -126,6 +126,17 @@ def test_damaged_config(finished: Path) -> None:
         reproduce("table1", TINY, finished, Quiet())
 
 
+def test_a_run_from_before_there_was_a_setting_goes_on_with_its_default(tmp_path: Path) -> None:
+    with Metrics.open(tmp_path, HEADER) as metrics:
+        metrics.add(Record({"seed": 0}, {"loss": 1.0}, {}))
+    now = HEADER | {"config": {"a": 1, "b": 2}}
+    with Metrics.open(tmp_path, now, defaults={"a": 0, "b": 2}) as metrics:
+        assert len(metrics.records) == 1
+    for defaults in ({"b": 3}, {}, None):
+        with pytest.raises(ExperimentError, match="b is"), Metrics.open(tmp_path, now, defaults):
+            pass
+
+
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes half a line and is then full: the half is taken back, and the run goes on when there is room."""
     with Metrics.open(tmp_path, HEADER) as metrics:

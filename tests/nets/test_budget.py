@@ -221,6 +221,20 @@ def test_kinds_of_input_are_planned_apart() -> None:
     assert len(net._planner.links) == 4
 
 
+def test_a_network_that_has_changed_is_planned_anew() -> None:
+    net, x = budgeted("mlp", budget=450_000)
+    net(x)
+    before = net.plan
+    net.velocity = "first"
+    net(x)
+    assert len(net._planner.links) == 2
+    net.blocks[3] = Mlp(32, 56)
+    net(x)
+    assert len(net._planner.links) == 3
+    assert net.plan.cost > before.cost
+    assert peak(net, x) <= net.budget
+
+
 def test_the_plan_leaves_no_trace() -> None:
     """The step without values that plans are made from moves no statistics, random numbers, gradients or counters of hooks."""
     net, x = budgeted("conv+batchnorm")

@@ -528,6 +528,36 @@ def test_of_a_block_that_ends_in_products_their_factors_are_hashed_and_of_the_re
     assert len(hashed) == (6 if together else 12)
 
 
+class Routed(nn.Module):
+    """Computes the same in every pass, and uses one of two results: what proves the one says nothing of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.up, self.used, self.noise = nn.Linear(8, 8), nn.Linear(8, 8), False, 0.0
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        m = self.up((h + self.noise).exp())
+        return x + (m if self.used else h)
+
+
+@pytest.mark.parametrize("verify", ["auto", "end"])
+@pytest.mark.parametrize("before", [(), (False,), (True,), (True, False)])
+def test_a_block_that_uses_another_of_its_results_is_looked_at_anew(before: tuple[bool, ...], verify: str) -> None:
+    torch.manual_seed(0)
+    net = rg.MomentumNet([Routed() for _ in range(3)], memory="checkpoint", fraction_bits=22, verify=verify)
+    x = torch.randn(3, 8, requires_grad=True)
+    for used in (*before, True):
+        for block in net.blocks:
+            block.used = used
+        net(x).sum().backward()
+    y = net(x)
+    net.blocks[1].noise = 0.5
+    with pytest.raises(rg.ReplayError, match="block 1"):
+        y.sum().backward()
+
+
 def test_products_outside_of_a_block_are_not_asked_for_their_factors() -> None:
     """What is added as it was given has a history of its own, which another block's replay may be needed for."""
 

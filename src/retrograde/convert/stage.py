@@ -286,3 +286,7 @@ class Stage:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": [], "recorder": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"last": None, **state})
+        self.__dict__.pop("used", None)  # of a pickle that held it as a string

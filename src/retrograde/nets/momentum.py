@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from ..core.call import Extra
 from ..core.errors import RangeOverflow
@@ -296,7 +297,7 @@ class MomentumNet(nn.Module):
         inputs, groups = (x, *extra.tensors), self._groups()
         kind = (
             self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            self._trained(), self.verify, sum(map(whole, groups)),
+            *self._size(), self.verify, sum(map(whole, groups)), self.velocity if isinstance(self.velocity, str | None) else "own",
         )  # fmt: skip
 
         def simulate(plan: Plan) -> tuple[list[int], Track]:
@@ -318,12 +319,14 @@ class MomentumNet(nn.Module):
         self.plan, look = self._planner.plan(kind, self.recurrence, x, known, simulate)
         return self.plan.arguments | {"look": look}
 
-    def _trained(self) -> int:
-        """How many parameters are: by what is known of the blocks, which is quicker than to look for all parameters of a network."""
+    def _size(self) -> tuple[int, int]:
+        """How many parameters are trained, and how many numbers they all hold: by what is known of the blocks, which is quicker than
+        to look for the parameters of a network."""
         parts = [parts_of(block, f"block {k}", self.memo) for k, block in enumerate(self._groups())]
         if isinstance(self.velocity, nn.Module):
             parts.append(parts_of(self.velocity, "velocity", self.memo))
-        return sum(p.requires_grad for part in parts for p in part.parameters)
+        parameters = [p for part in parts for p in part.parameters]
+        return sum(p.requires_grad for p in parameters), sum(p.numel() for p in parameters if not is_lazy(p))
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
