@@ -9,6 +9,7 @@ most one torn one at its end, which is discarded. Numbers that are not finite ar
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -225,6 +226,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ExperimentError(
-            f"could not write {path}: {error.strerror or error}. What was finished before is kept; make room and run the same "
+            f"could not write {path}: {error.strerror or error}. What was finished before is kept; {remedy(error)} and run the same "
             "command again to go on."
         ) from error
+
+
+def remedy(error: OSError) -> str:
+    """What to do about an error of the disk."""
+    return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right, or name another place,"

@@ -155,6 +155,14 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r["loss"] for r in read_metrics(tmp_path)] == [1.0, 2.0]
 
 
+def test_no_room_is_asked_for_where_a_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    expected = pytest.raises(ExperimentError, match=r"could not write .*page: .*; put that right")
+    with expected as caught, store.writing(tmp_path / "file" / "page"):
+        (tmp_path / "file").mkdir()
+    assert "make room" not in str(caught.value)
+
+
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(tmp_path / "unit.pt")
     checkpoint.save({"step": 1})

@@ -24,6 +24,7 @@ import torch
 from retrograde.extras import require
 
 from ..errors import ExperimentError
+from ..metrics import remedy
 
 PREFIX, MANIFEST, STATE = "step-", "manifest.json", "state.pt"
 WEIGHTS = ("net", "average")
@@ -60,8 +61,8 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
             raise ExperimentError(
-                f"the checkpoint {place} could not be written: {error.strerror or error}. Those before it are untouched; make room "
-                "and run the same command again to go on."
+                f"the checkpoint {place} could not be written: {error.strerror or error}. Those before it are untouched; "
+                f"{remedy(error)} and run the same command again to go on."
             ) from error
         for left in [*self.all()[self.keep :], *self.folder.glob(f".{PREFIX}*.part")]:
             shutil.rmtree(left, ignore_errors=True)
