@@ -28,8 +28,8 @@ from .train.unit import parameters, small_set, trained
 NETS = {
     "resnet": "ResNet",
     "momentum": "Momentum, v₀ = 0",
-    "momentum-first": "Momentum, v₀ = f(x₀)",
-    "momentum-learned": "Momentum, v₀ learned",
+    "momentum-first": "Momentum, v₀ = f(x₀) of block 1",
+    "momentum-learned": "Momentum, v₀ = f(x₀) learned",
 }
 VELOCITIES = {"momentum-first": "first", "momentum-learned": "learned"}
 TINTS = {
@@ -150,14 +150,15 @@ def finals(records: list[Record], data: str, net: str) -> list[float]:
 def figure(config: Config, records: list[Record]) -> Any:
     from matplotlib.ticker import LogLocator
 
-    picture, axes = canvas(8, 3.2 * len(config.data), len(config.data), 2, squeeze=False)
+    picture, axes = canvas(9.6, 3.2 * len(config.data), len(config.data), 2, squeeze=False)
     for row, data in zip(axes, config.data, strict=True):
         for net, name in NETS.items():
             runs = [r for r in records if r["data"] == data and r["net"] == net]
             if runs:
                 errors = [[100 - a for a in r["accuracy"]] for r in runs]
-                _band(row[0], errors, net, f"{name}: {spread([r['final'] for r in runs], '.2f', ' %')}")
-                _band(row[1], [r["test_loss"] for r in runs], net, name)
+                _band(row[0], errors, net, name)
+                final = spread([r["final"] for r in runs], ".2f", " %")
+                _band(row[1], [r["test_loss"] for r in runs], net, f"{name}:\n{final}")
         row[0].set(
             xlabel="epoch", ylabel="test error, %", yscale="log", title=f"{TITLES.get(data, data)}, {config.model}"
         )
@@ -167,7 +168,9 @@ def figure(config: Config, records: list[Record]) -> Any:
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("")
-        row[0].legend(fontsize=8, title="final accuracy", title_fontsize=8)
+        row[1].legend(  # beside both, for the curves fill them
+            fontsize=8, title="final accuracy", title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
     return picture
 
 
