@@ -1,5 +1,6 @@
 """Settings for every test."""
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,17 @@ if not torch.cuda.is_available():
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 torch.set_num_threads(1)  # small tensors: threads only get in each other's way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_look_through() -> None:
+    """Measuring memory collects garbage first: not in all that was imported, which takes longer than most measurements."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or what is left at the end would be said to leak
 
 
 @pytest.fixture(autouse=True)

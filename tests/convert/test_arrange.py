@@ -319,6 +319,11 @@ class Kept:
 
     table: Tensor | None = None
 
+    @staticmethod
+    @functools.lru_cache
+    def ramp(n: int) -> Tensor:
+        return torch.linspace(1, 2, n)
+
 
 @functools.lru_cache
 def ramp(n: int) -> Tensor:
@@ -336,16 +341,21 @@ class Outside(nn.Module):
         if self.kept.table is None or self.kept.table.shape[0] != len(x):
             self.kept.table = torch.ones(len(x), 1)
         ordered = self.ordered.setdefault(len(x), torch.ones(len(x), 1))
-        return x + torch.tanh(self.linear(x)) * ramp(len(x) + 3)[3:, None] * self.kept.table * ordered * self.leaf
+        ramps = ramp(len(x) + 3)[3:, None] * Kept.ramp(len(x))[:, None]
+        return x + torch.tanh(self.linear(x)) * ramps * self.kept.table * ordered * self.leaf
 
 
 @pytest.mark.parametrize("budget", [None, "free", 10**9])
-def test_tensors_kept_outside_of_modules(budget: Any) -> None:
-    """The step without values leaves nothing there, nor gradients of leaves that are no parameters."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tensors_kept_outside_of_modules(budget: Any, frozen: bool) -> None:
+    """The step without values leaves nothing there, nor gradients of leaves that are no parameters. Nor if `gc` is told to look past
+    all there is, as trainers do."""
+    (gc.freeze if frozen else gc.unfreeze)()
     found = {}
     for memory in ("store", "auto"):
         torch.manual_seed(0)
         ramp.cache_clear()
+        Kept.ramp.cache_clear()
         leaf, kept = torch.full((1,), 0.5, requires_grad=True), Kept()
         stages = [nn.Sequential(*[Outside(kept, leaf) for _ in range(6)]) for _ in range(2)]
         model = nn.Sequential(stages[0], nn.Linear(8, 8), stages[1])

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -220,7 +221,7 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
     inside = [
         (v, copy.copy(v)) for _, own in attributes for v in list(own.values()) if isinstance(v, dict | list | set)
     ]
-    tables = [(f, f.cache_info().misses) for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
+    tables = [(table, table.cache_info().misses) for table in _tables()]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     kept = [
         (own, dict(own)) for m in modules for name in names if (own := getattr(m, name))
@@ -254,6 +255,16 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
                 table.cache_clear()
         for generator, place in zip(generators, places, strict=True):
             generator.set_state(place)
+
+
+def _tables() -> list[Any]:
+    """Every `lru_cache`; of those that `gc.freeze` has put out of sight, the ones of modules and of their classes."""
+    found: list[Any] = gc.get_objects()
+    if gc.get_freeze_count():
+        owned = [v for module in list(sys.modules.values()) for v in list(getattr(module, "__dict__", {}).values())]
+        methods = [m for v in owned if issubclass(type(v), type) for m in list(vars(v).values())]
+        found += [*owned, *(m.__func__ if type(m) in (staticmethod, classmethod) else m for m in methods)]
+    return list({id(f): f for f in found if type(f) is functools._lru_cache_wrapper}.values())
 
 
 def _own_object(value: Any) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from .units import human
 
@@ -78,7 +78,7 @@ def held_bytes(fn: Callable[[], Any], *, device: torch.device | str = "cpu") -> 
 def _on_cpu(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: torch.device) -> Peak:
     with (
         _quiet_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+        profile(use_kineto=True, profile_memory=True) as profiler,  # torch.profiler's makes a table of all events first
     ):
         result = fn()
         with record_function(_RETURNED):
@@ -114,7 +114,7 @@ def _on_cuda(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: t
 
 def _events(profiler: Any) -> Iterator[Any]:
     """All events of a profile, those inside others included."""
-    todo = list(profiler.profiler.kineto_results.experimental_event_tree())
+    todo = list(profiler.kineto_results.experimental_event_tree())
     while todo:
         event = todo.pop()
         yield event
