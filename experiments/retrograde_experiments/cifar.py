@@ -11,6 +11,7 @@ since the mode changes no result and storing is fastest; the paper's preset is t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 from statistics import mean, stdev
 from typing import Any
 
@@ -168,15 +169,17 @@ def figure(config: Config, records: list[Record]) -> Any:
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("")
-        row[1].legend(  # beside both, for the curves fill them
-            fontsize=8, title="final accuracy", title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-        )
+        if row[1].lines:  # beside both, for the curves fill them
+            row[1].legend(
+                fontsize=8, title="final accuracy", title_fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+            )
     return picture
 
 
-def _band(axis: Any, runs: list[list[float]], net: str, label: str) -> None:
+def _band(axis: Any, runs: list[list[float | None]], net: str, label: str) -> None:
     """The mean over the seeds, and from the least to the most."""
-    columns, colour, line = list(zip(*runs, strict=True)), TINTS[net], LINES.get(net, "-")
+    known = [[nan if value is None else value for value in run] for run in runs]  # null: it was not finite
+    columns, colour, line = list(zip(*known, strict=True)), TINTS[net], LINES.get(net, "-")
     epochs = range(1, len(columns) + 1)
     axis.plot(epochs, [mean(c) for c in columns], line, color=colour, label=label)
     axis.fill_between(

@@ -207,14 +207,15 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
             if curve and end in own:
                 # as it is: against γ′ = γ; refitted: against a network trained with γ′
                 lost = {g: (own[g] if key == "refit" else own[end]) - value for g, value in curve.items() if g in own}
-                found.append(_most(lost, f"most lost from γ = {end:g}, {name}", BARS.get(key)))
                 short = {g: value for g, value in lost.items() if g < 1}  # at 1 only the first f of a stage is left
-                if key == "refit" and short and len(short) < len(lost):
-                    found.append(_most(short, f"most lost from γ = {end:g}, {name}, γ′ < 1", BARS[key]))
+                kinds = {"": lost, ", γ′ < 1": short if key == "refit" and short != lost else {}}
+                found += [
+                    _most(f"most lost from γ = {end:g}, {name}{k}", v, BARS.get(key)) for k, v in kinds.items() if v
+                ]
     return found
 
 
-def _most(lost: dict[float, float], name: str, bar: int | None) -> Finding:
+def _most(name: str, lost: dict[float, float], bar: int | None) -> Finding:
     worst = max(lost, key=lambda g: lost[g])
     ours = f"{lost[worst]:.2f} % (at γ′ = {worst:g})"
     return Finding(name, ours) if bar is None else Finding(name, ours, f"≤ {bar} %", lost[worst] <= bar)

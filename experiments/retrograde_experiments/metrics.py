@@ -226,11 +226,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ExperimentError(
-            f"could not write {path}: {error.strerror or error}. What was finished before is kept; {remedy(error)} and run the same "
-            "command again to go on."
+            f"could not write {path}: {error.strerror or error}. What was finished before is kept; {remedy(error)}."
         ) from error
 
 
 def remedy(error: OSError) -> str:
     """What to do about an error of the disk."""
-    return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right, or name another place,"
+    todo = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
+    return f"{todo} and run the same command again to go on"

@@ -7,8 +7,10 @@ import functools
 import gc
 import math
 import pickle
+import sys
 import weakref
 from collections import OrderedDict
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import retrograde as rg
 from problems import KNOWN_INSIDE
 from retrograde.convert import arrange
 from retrograde.convert.convert import ARRANGED, stages_of
+from retrograde.measure import dry
 from retrograde.nets.resnet import Bottleneck, ResNet
 from retrograde.stack.momentum import Momentum
 from retrograde.stack.timeline import RESERVE, with_reserve
@@ -368,6 +371,75 @@ def test_tensors_kept_outside_of_modules(budget: Any, frozen: bool) -> None:
         assert type(leaf.grad) is Tensor
         found[memory] = [leaf.grad, *(p.grad for p in model.parameters())]
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+LEFT: dict[int, Tensor] = {}
+
+
+class Scale(nn.Module):
+    """Keeps a tensor in a global variable, or in a cache that is part of a closure."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        cached = functools.lru_cache(functools.partial(torch.linspace, 1, 2))
+        self.table = (lambda n: cached(n)) if hidden else lambda n: LEFT.setdefault(n, torch.linspace(1, 2, n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table(len(x))[:, None]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_left_without_values_is_refused(place: int, hidden: bool) -> None:
+    """Also outside of stages, where it made the loss one without values: gradients vanished, or the process crashed."""
+    LEFT.clear()
+    parts: list[nn.Module] = [nn.Sequential(*[Residual() for _ in range(4)]) for _ in range(2)]
+    parts.insert(place, Scale(hidden))
+    model = nn.Sequential(*parts)
+    stages = [str(k) for k, part in enumerate(parts) if isinstance(part, nn.Sequential)]
+    rg.convert(model, stages=stages, budget=10**9, fraction_bits=20)
+    gc.freeze()
+
+    def steps() -> None:
+        for n in (4, 5):
+            model(torch.full((n, 8), 0.3)).square().sum().backward()
+
+    with pytest.raises(TypeError, match=r"without values is used.*Clear that, and keep the tensor as a buffer"):
+        steps()
+
+
+class Lazy(ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        raise SystemExit("imported")
+
+
+class Odd(type):
+    @property
+    def __dict__(cls) -> Any:  # type: ignore[override]
+        raise RuntimeError
+
+
+def test_caches_are_looked_for_without_asking_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In frozen modules: those that import themselves when asked, classes that answer in their own way, what is no module at all."""
+    odd = ModuleType("odd")
+    odd.Odd = Odd("Odd", (), {"cached": staticmethod(functools.lru_cache(abs))})
+    odd.wrapped = torch.no_grad()(functools.lru_cache(abs))
+    for name, entry in {"lazy": Lazy("lazy"), "odd": odd, "nothing": None, "slots": object()}.items():
+        monkeypatch.setitem(sys.modules, f"retrograde_test_{name}", entry)
+    gc.freeze()
+    found = dry._tables([{"own": (own := functools.lru_cache(abs))}])
+    assert own in found
+    assert odd.wrapped.__wrapped__ in found
+    assert type.__dict__["__dict__"].__get__(odd.Odd)["cached"].__func__ in found
 
 
 def test_a_plan_takes_what_was_thought_or_one_that_keeps_less_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

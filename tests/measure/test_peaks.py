@@ -111,3 +111,10 @@ def test_known_pattern_on_a_gpu() -> None:
         return b
 
     assert peak_memory(pattern, device="cuda") == Peak(peak=3 * 2**20, held=2**21)
+
+
+def test_one_measurement_at_a_time() -> None:
+    """The outer one would see nothing of what the inner one has seen."""
+    with pytest.raises(RuntimeError, match="Measure outside of it"):
+        peak_memory(lambda: peak_memory(lambda: torch.ones(10)))
+    assert peak_memory(lambda: torch.ones(10)).peak == 40

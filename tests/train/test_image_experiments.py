@@ -304,3 +304,28 @@ def test_thin_networks_have_a_width() -> None:
     for name in ("resnet18x2", "revnet18x2", "thin-resnet14x0", "thin-resnet14x"):
         with pytest.raises(ExperimentError, match="thin-resnet"):
             build(name, classes=10)
+
+
+def test_gamma_tells_what_an_unfinished_run_has() -> None:
+    """A network tested with γ = 0.9 where none has been trained with that: there is nothing to compare a refit with."""
+    config = replace(gamma.Config.smoke(), gammas=(0.0, 0.9, 1.0))
+    values = {"plain": 20.0, "statistics": 30.0, "refit": 80.0}
+    records = [
+        Record({"train": 0.0, "test": 0.0, "seed": 0}, {"accuracy": 82.0}, {}),
+        Record({"train": 0.0, "test": 0.9, "seed": 0}, values, {}),
+        Record({"train": 0.0, "test": 1.0, "seed": 0}, values, {}),
+    ]
+    told = {f.what: f.met for f in gamma.findings(config, records)}
+    assert "most lost from γ = 0, refit" not in told
+    trained = [Record({"train": g, "test": g, "seed": 0}, {"accuracy": a}, {}) for g, a in ((0.9, 80.5), (1.0, 90.0))]
+    told = {f.what: (f.ours, f.met) for f in gamma.findings(config, [*records, *trained])}
+    assert told["most lost from γ = 0, refit"] == ("10.00 % (at γ′ = 1)", False)
+    assert told["most lost from γ = 0, refit, γ′ < 1"] == ("0.50 % (at γ′ = 0.9)", True)
+    assert gamma.figure(config, records)
+
+
+def test_cifar_draws_what_there_is() -> None:
+    """A loss that was not finite, which is null in the metrics; a data set of which nothing has been run."""
+    config = replace(cifar.Config.default(), data=("cifar10", "cifar100"))
+    curve = {"accuracy": [10.0, 20.0], "test_loss": [2.3, None], "final": 20.0}
+    assert cifar.figure(config, [Record({"data": "cifar10", "net": "resnet", "seed": 0}, curve, {})])

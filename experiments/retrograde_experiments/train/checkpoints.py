@@ -62,7 +62,7 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             raise ExperimentError(
                 f"the checkpoint {place} could not be written: {error.strerror or error}. Those before it are untouched; "
-                f"{remedy(error)} and run the same command again to go on."
+                f"{remedy(error)}."
             ) from error
         for left in [*self.all()[self.keep :], *self.folder.glob(f".{PREFIX}*.part")]:
             shutil.rmtree(left, ignore_errors=True)

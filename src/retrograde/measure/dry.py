@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,8 +196,8 @@ class _Fused(torch.autograd.Function):
 @contextmanager
 def dry(model: nn.Module, inputs: Any) -> Iterator[tuple[Meter, Any]]:
     """Inside, the model is without values, in grad mode, and what is made is counted; the meter, and the inputs without values."""
-    mode, meter = mode_of(model), Meter()
-    with mode, without_values(model, mode), torch.enable_grad(), attention_of(model)():
+    mode, meter = _mode_of(model), Meter()
+    with _ended(mode), mode, without_values(model, mode), torch.enable_grad(), attention_of(model)():
         inputs = tree_map(lambda t: _alone(_fake(t, mode)), inputs)
         for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
             if isinstance(tensor, Tensor):
@@ -221,7 +221,7 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
     inside = [
         (v, copy.copy(v)) for _, own in attributes for v in list(own.values()) if isinstance(v, dict | list | set)
     ]
-    tables = [(table, table.cache_info().misses) for table in _tables()]
+    tables = [(table, table.cache_info().misses) for table in _tables(own for _, own in attributes)]
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     kept = [
         (own, dict(own)) for m in modules for name in names if (own := getattr(m, name))
@@ -257,14 +257,40 @@ def unseen(modules: Iterable[nn.Module]) -> Iterator[None]:
             generator.set_state(place)
 
 
-def _tables() -> list[Any]:
-    """Every `lru_cache`; of those that `gc.freeze` has put out of sight, the ones of modules and of their classes."""
+def _tables(attributes: Iterable[dict[str, Any]]) -> list[Any]:
+    """Every `lru_cache`; where `gc.freeze` has put objects out of sight, those of modules, of their classes, and in `attributes`."""
     found: list[Any] = gc.get_objects()
     if gc.get_freeze_count():
-        owned = [v for module in list(sys.modules.values()) for v in list(getattr(module, "__dict__", {}).values())]
-        methods = [m for v in owned if issubclass(type(v), type) for m in list(vars(v).values())]
-        found += [*owned, *(m.__func__ if type(m) in (staticmethod, classmethod) else m for m in methods)]
+        todo = [
+            v for m in list(sys.modules.values()) if issubclass(type(m), ModuleType) for v in list(_names(m).values())
+        ]
+        todo += [v for own in attributes for v in own.values()]
+        seen = set[int]()
+        while todo:
+            v = todo.pop()
+            if id(v) not in seen:
+                seen.add(id(v))
+                found.append(v)
+                todo += _inside(v)
     return list({id(f): f for f in found if type(f) is functools._lru_cache_wrapper}.values())
+
+
+def _names(module: ModuleType) -> dict[str, Any]:
+    """A module's own, whatever it does when it is asked: a lazy one would be imported."""
+    found: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a class holds, or what a function or a method has been made of."""
+    kind = type(value)
+    if issubclass(kind, type):
+        return list(type.__dict__["__dict__"].__get__(value).values())
+    if kind in (staticmethod, classmethod):
+        return [value.__func__]
+    if kind is property:
+        return [value.fget]
+    return [value.__dict__["__wrapped__"]] if kind is FunctionType and "__wrapped__" in value.__dict__ else []
 
 
 def _own_object(value: Any) -> bool:
@@ -287,11 +313,43 @@ def _itself(t: Tensor) -> Tensor:
     return t
 
 
-def mode_of(model: nn.Module) -> FakeTensorMode:
+class Trial(FakeTensorMode):
+    """The mode of one run without values. What that run leaves behind where nobody can find it is refused afterwards, whoever uses it:
+    else what follows would be without values too, gradients included, and not every kernel looks."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # tensors that a block has as plain attributes
+        self.runs, self.over = 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.over:
+            raise TypeError(
+                f"a tensor without values is used ({func}). It was made in the step in which memory was planned, and kept outside of "
+                "the model's modules: in a global variable, a closure, or a cache that was not found. Clear that, and keep the "
+                "tensor as a buffer of its module, or convert without a budget."
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _mode_of(model: nn.Module) -> FakeTensorMode:
     for p in model.parameters():
         if isinstance(p, FakeTensor):
             return p.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)  # tensors that a block has as plain attributes
+    return Trial()
+
+
+@contextmanager
+def _ended(mode: FakeTensorMode) -> Iterator[None]:
+    """After this its tensors are of no use, if it is a mode of ours."""
+    if not isinstance(mode, Trial):
+        yield
+        return
+    mode.runs += 1
+    try:
+        yield
+    finally:
+        mode.runs -= 1
+        mode.over = not mode.runs
 
 
 def _fake(value: Any, mode: FakeTensorMode) -> Any:

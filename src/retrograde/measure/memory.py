@@ -4,9 +4,9 @@
     held = the same at the moment the function returns, while its result is alive
 
 On a CPU the profiler reports every call of PyTorch's allocator with its address and size, so temporaries inside a kernel
-count as well. A free of memory that was allocated before the start is at an address of no interest, and ignored. What a
-library takes from the system by itself (oneDNN's scratch space, Python's objects) is not seen; `benchmarks/cpu_step.py`
-therefore also reads the resident memory of a fresh process.
+count as well, on this thread and on autograd's. A free of memory that was allocated before the start is at an address of no
+interest, and ignored. What a library takes from the system by itself (oneDNN's scratch space, Python's objects) is not seen;
+`benchmarks/cpu_step.py` therefore also reads the resident memory of a fresh process.
 
 On a GPU the allocator keeps the two figures itself: its maximum, and what is allocated now, both less what was allocated
 at the start.
@@ -54,6 +54,7 @@ def peak_memory(
 
     Raises:
         ValueError: for a device that is neither.
+        RuntimeError: on a CPU, where a profiler is running (another measurement is one): there can be one at a time.
 
     >>> peak_memory(lambda: torch.ones(250_000) + torch.ones(250_000))
     Peak(peak=3000000, held=1000000)
@@ -76,6 +77,11 @@ def held_bytes(fn: Callable[[], Any], *, device: torch.device | str = "cpu") -> 
 
 
 def _on_cpu(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: torch.device) -> Peak:
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError(
+            "memory on a CPU is measured by PyTorch's profiler, and one is running: a profile, or another measurement. Measure "
+            "outside of it."
+        )
     with (
         _quiet_profiler(),
         profile(use_kineto=True, profile_memory=True) as profiler,  # torch.profiler's makes a table of all events first
