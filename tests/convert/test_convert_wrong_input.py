@@ -186,3 +186,18 @@ def test_a_reversible_part_of_a_model_is_left_alone() -> None:
     assert all(stage.name.startswith("student.") for stage in stages_of(model))
     with pytest.raises(ValueError, match="is a block of a reversible network already"):
         rg.convert(nn.ModuleDict({"teacher": thin_resnet(20, gamma=0.9)}), stages=["teacher.layer1"])
+
+
+@pytest.mark.parametrize("example", [0.5, 1, "abc"])
+def test_gamma_in_the_place_of_the_example(example: Any) -> None:
+    """`MomentumNet(blocks, 0.5)` takes γ there; here it was ignored, and 0.9 taken."""
+    for call in (rg.convert, rg.plan):
+        with pytest.raises(TypeError, match=f"γ is given by its name: gamma={example!r}"):
+            call(encoder(), example)
+
+
+def test_shorter_runs_are_named() -> None:
+    model = nn.Sequential(encoder(1), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="or take shorter runs, least=1"):
+        rg.convert(model)
+    assert len(stages_of(rg.convert(model, least=1))) == 1

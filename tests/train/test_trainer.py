@@ -309,6 +309,13 @@ def test_the_command_prints_errors_without_a_trace(tmp_path: Path) -> None:
         main(["--model", "resnet99x", "--data", "digits", "--out", str(tmp_path / "run"), "--device", "cpu"])
     with pytest.raises(SystemExit, match="batch must be from 1 to 1438"):
         main(["--data", "digits", "--batch", "5000", "--out", str(tmp_path / "run"), "--device", "cpu"])
+    with pytest.raises(SystemExit, match=r"there is no such checkpoint\. Without --resume the newest is taken"):
+        main(
+            ["--data", "digits", "--resume", str(tmp_path / "nope"), "--out", str(tmp_path / "run"), "--device", "cpu"]
+        )
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit):
+        main(["--data", "digits", "--rate", "-1", "--out", str(tmp_path / "run"), "--device", "cpu"])
 
 
 def test_tensorboard_files_are_written(tmp_path: Path) -> None:

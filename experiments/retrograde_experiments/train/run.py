@@ -53,6 +53,10 @@ def train(setting: Setting, shown: bool = True) -> dict[str, float]:
 
 
 def _train(setting: Setting, world: World, shown: bool) -> dict[str, float]:
+    if setting.resume is not None and not Path(setting.resume).is_dir():
+        raise ExperimentError(
+            f"--resume {setting.resume}: there is no such checkpoint. Without --resume the newest is taken."
+        )
     source = source_of(setting, world)
     small = setting.data not in (*FOLDERS, "folder")
     torch.manual_seed(setting.seed)

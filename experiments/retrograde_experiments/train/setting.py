@@ -53,6 +53,8 @@ class Recipe:
         for name, allowed in (("schedule", SCHEDULES), ("amp", AMP), ("decay", DECAY)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if not self.rate > 0:
+            raise ValueError(f"rate must be above 0; got {self.rate:g}.")
         for name in ("epochs", "batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")

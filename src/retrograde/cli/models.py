@@ -11,6 +11,8 @@ They are built without values, so a model larger than the machine is no problem;
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -88,6 +90,8 @@ def _transformers(name: str) -> Source | None:
 
 def _own(name: str) -> Source:
     path, _, function = name.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         make = getattr(import_module(path), function)
     except ModuleNotFoundError as error:
@@ -149,5 +153,5 @@ def _near(name: str, libraries: list[str]) -> str:
         known += require("timm").list_models()
     if "hf" in libraries and find_spec("transformers"):
         known += list(require("transformers").CONFIG_MAPPING)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
     return f" Did you mean {', '.join(near)}?" if near else ""

@@ -69,7 +69,9 @@ def main(
     console = Console()
     available = parse_bytes(budget) if budget else None
     chosen = source(name)
-    small = max(1, batch // 2)
+    small = (
+        batch if available is None else batch // 2 if batch > 3 else 2 * batch
+    )  # a second batch, for how memory grows with it
     with console.status(f"building {chosen.name} without values"):
         model, mode = built(chosen)
     with mode:
@@ -86,7 +88,7 @@ def main(
         room = available - made.parameters - (1 + OPTIMIZERS[optimizer]) * made.gradients - made.batch
         make = partial(plan, model, examples[batch], budget=max(room, 0), **options)  # type: ignore[arg-type]
         with console.status(f"the quickest way within {human(available)}"):
-            told = _within(room, make)
+            told = _within(room, make, gamma, stages)
         console.print(told, soft_wrap=True, highlight=False)
 
 
@@ -103,7 +105,7 @@ def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any])
             shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(example) if isinstance(t, torch.Tensor))
             raise ValueError(
                 f"{name} as it is fails on an input of shape {shapes}: {str(own).splitlines()[0] or type(own).__name__} "
-                "Give another --size."
+                "Give another --size, or package.module:function that returns the model and an example of its input."
             ) from error
         raise
 
@@ -140,7 +142,7 @@ def _stages(made: Plan) -> Table:
     return table
 
 
-def _within(room: int, make: Callable[[], Plan]) -> str:
+def _within(room: int, make: Callable[[], Plan], gamma: float, stages: list[str]) -> str:
     """What `convert` would do with what is left for activations."""
     if room <= 0:
         return "Nothing is left for activations at this batch."
@@ -150,7 +152,8 @@ def _within(room: int, make: Callable[[], Plan]) -> str:
         return str(error)
     modes = "; ".join(f"{row.path}: {row.mode}" for row in made.rows)
     peak = made.peaks["auto"].peak
-    return f"rg.convert(model, budget={room}), activations at most {human(peak)}:\n  {modes}"
+    named = f", stages={stages}" if stages else ""
+    return f"rg.convert(model, gamma={gamma:g}{named}, budget={room}), activations at most {human(peak)}:\n  {modes}"
 
 
 def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:
@@ -168,13 +171,13 @@ def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, avai
         "held for backward",
         "of plain",
         "in all",
-        *(["largest batch"] if available else []),
+        *(["largest batch"] if available is not None else []),
     ):
         table.add_column(heading, justify="right" if heading else "left")
     for way, peak in made.peaks.items():
         cells = [way, human(peak.peak), human(peak.held), f"{peak.peak / made.peaks['plain'].peak:.2f}×"]
         cells.append(human(constant + made.batch + peak.peak))
-        if available:
+        if available is not None:
             totals = [(n, constant + p.batch + p.peaks[way].peak) for n, p in ((small, fewer), (batch, made))]
             line = Line.through(*totals) if small != batch else Line(constant, totals[1][1] - constant)
             cells.append(str(line.largest(available)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ def look(
 ) -> Finding:
     """Which blocks `convert` would convert, checked. Nothing is changed."""
     _check_model(model)
+    _check_example(example)
     from .probe import confirm, probe  # it imports this package's finder
 
     if stages is not None:
@@ -113,10 +115,9 @@ def look(
                 f"this model is already converted ({len(converted)} blocks). rg.revert(model) first, to do it another way."
             )
         advice = (
-            ""
-            if example is not None
-            else ", or pass an example input to try the model out on: rg.convert(model, example)"
+            ", or pass an example input to try the model out on: rg.convert(model, example)" if example is None else ""
         )
+        advice += f", or take shorter runs, least={least - 1}" if least > 1 else ""
         raise ValueError(
             f"found no run of {least} or more residual blocks to convert in {type(model).__name__}. Looked at:\n{looked_at(model)}\n"
             f"Name the stages, stages=['path.of.blocks']{advice}."
@@ -252,6 +253,14 @@ def _check_model(model: Any) -> None:
         raise TypeError("a compiled model cannot be converted. Convert the model first, then torch.compile it.")
     if isinstance(model, CONTAINERS) and not len(model):
         raise ValueError("the model is empty.")
+
+
+def _check_example(example: Any) -> None:
+    if isinstance(example, int | float | str | Fraction):
+        raise TypeError(
+            "example must be what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; "
+            f"got {example!r}. γ is given by its name: gamma={example!r}."
+        )
 
 
 def _compile_options(given: Any) -> tuple[tuple[str, Any], ...] | None:

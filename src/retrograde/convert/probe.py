@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..measure.step import as_call, tensors_of
@@ -140,6 +141,11 @@ def confirm(model: nn.Module, example: Any, finding: Finding) -> None:
             before = node
 
 
+def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """That of a model without values: what it makes itself must be without them, too."""
+    return next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), nullcontext())
+
+
 def record(model: nn.Module, example: Any) -> list[Node]:
     """The calls that the model makes, each with those inside it."""
     names = {module: path for path, module in model.named_modules()}
@@ -170,7 +176,7 @@ def record(model: nn.Module, example: Any) -> list[Node]:
             node.form = "block" if _skips(y.grad_fn, node.ends[0]) else None
         made.append(node)
 
-    with _tried_out(model):
+    with _tried_out(model), _mode_of(model):
         handles = []
         for module in names:
             if module is not model:

@@ -157,11 +157,12 @@ def _in_blocks(t: Tensor) -> int:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention without values takes the path that keeps all weights; on real devices it does not."""
+    """Attention without values takes the path that keeps all weights; on a CPU it does so only where weights are dropped."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention and len(args) == 3 and args[0].dim() == 4:
+        dropped = kwargs.get("dropout_p", 0.0)
+        if func is F.scaled_dot_product_attention and len(args) == 3 and args[0].dim() == 4 and not dropped:
             return _Fused.apply(*args, kwargs.get("attn_mask"), kwargs.get("enable_gqa", False))
         return func(*args, **kwargs)
 
