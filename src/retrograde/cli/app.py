@@ -45,7 +45,7 @@ def demo(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="of torchvision, timm or transformers, or package.module:function")],
+    model: Annotated[str, typer.Argument(help="of torchvision, timm, transformers, or module:function giving model (and example)")],
     batch: Annotated[int, typer.Option(min=1, help="how many inputs a step takes")] = 32,
     size: Annotated[int | None, typer.Option(min=1, help="pixels of an image's side, or tokens of a text")] = None,
     gamma: Annotated[float, typer.Option(min=0, max=1)] = 0.9,
