@@ -277,7 +277,7 @@ class Opaque(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * float(x.detach().abs().max())
+        return x + torch.tanh(self.linear(x)) * min(float(x.detach().abs().max()), 1)
 
 
 def test_a_model_that_needs_values() -> None:
