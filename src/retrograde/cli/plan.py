@@ -69,9 +69,8 @@ def main(
     console = Console()
     available = parse_bytes(budget) if budget else None
     chosen = source(name)
-    small = (
-        batch if available is None else batch // 2 if batch > 3 else 2 * batch
-    )  # a second batch, for how memory grows with it
+    # a second batch, for how memory grows with it
+    small = batch if available is None else batch // 2 if batch > 3 else 2 * batch
     with console.status(f"building {chosen.name} without values"):
         model, mode = built(chosen)
     with mode:

@@ -98,7 +98,7 @@ def reading(outcome: Outcome) -> Text:
         f"× is the ratio to plain. Memory is the most allocated at once in a step on {outcome.setting.batch} images, beyond "
         f"parameters and gradients, every allocation counted; from depth {shallow} to {deep} it grew "
         f"{', '.join(growth[:-1])} and {growth[-1]}. The momentum network (γ = {GAMMA}) ran backward to its start in every "
-        "step, and checked it bit for bit. Checkpointing has plain's weights; its accuracy differs because torch.utils.checkpoint "
+        "step, and checked it bit for bit. Checkpointing has plain's weights; its accuracy may differ, because torch.utils.checkpoint "
         "moves BatchNorm's running statistics twice a step.\n"
         "Next: retrograde demo --depth 100, or rg.MomentumNet(blocks, gamma=0.9) with blocks of your own.\n"
     )

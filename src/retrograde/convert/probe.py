@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..measure.dry import mode_of
 from ..measure.step import as_call, tensors_of
 from ..stack.aside import copied_buffers
 from .find import Finding, Left, Run, run_of
@@ -141,11 +141,6 @@ def confirm(model: nn.Module, example: Any, finding: Finding) -> None:
             before = node
 
 
-def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:
-    """That of a model without values: what it makes itself must be without them, too."""
-    return next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), nullcontext())
-
-
 def record(model: nn.Module, example: Any) -> list[Node]:
     """The calls that the model makes, each with those inside it."""
     names = {module: path for path, module in model.named_modules()}
@@ -176,7 +171,10 @@ def record(model: nn.Module, example: Any) -> list[Node]:
             node.form = "block" if _skips(y.grad_fn, node.ends[0]) else None
         made.append(node)
 
-    with _tried_out(model), _mode_of(model):
+    with (
+        _tried_out(model),
+        mode_of(model) or nullcontext(),
+    ):  # what a model without values makes must be without them, too
         handles = []
         for module in names:
             if module is not model:

@@ -197,7 +197,7 @@ class _Fused(torch.autograd.Function):
 @contextmanager
 def dry(model: nn.Module, inputs: Any) -> Iterator[tuple[Meter, Any]]:
     """Inside, the model is without values, in grad mode, and what is made is counted; the meter, and the inputs without values."""
-    mode, meter = _mode_of(model), Meter()
+    mode, meter = mode_of(model) or Trial(), Meter()
     with _ended(mode), mode, without_values(model, mode), torch.enable_grad(), attention_of(model)():
         inputs = tree_map(lambda t: _alone(_fake(t, mode)), inputs)
         for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
@@ -332,11 +332,9 @@ class Trial(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _mode_of(model: nn.Module) -> FakeTensorMode:
-    for p in model.parameters():
-        if isinstance(p, FakeTensor):
-            return p.fake_mode
-    return Trial()
+def mode_of(model: nn.Module) -> FakeTensorMode | None:
+    """That of a model without values; of any other None."""
+    return next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), None)
 
 
 @contextmanager
