@@ -83,8 +83,8 @@ def step_of(call: Callable[[], Tensor], named: dict[str, Tensor], buffers: dict[
 
 
 def options(memory: str, bits: int = BITS, narrow: bool = False) -> dict[str, Any]:
-    """The options of today's library for a memory mode and a given range."""
-    return {"memory": memory, "fraction_bits": bits} | ({"state_bits": 16} if narrow else {})
+    """The options for a memory mode and a given range."""
+    return {"memory": memory, "fixed_point": rg.FixedPoint(bits, torch.int16 if narrow else torch.int32)}
 
 
 def net_case(

@@ -7,16 +7,16 @@
 True
 """
 
-from . import kernels as kernels
 from . import theory as theory
+from .arithmetic.fixed import FixedPoint
 from .convert import GammaWarmup, Plan, convert, plan, revert
-from .core.errors import RangeOverflow, ReplayError
-from .measure import measure
+from .errors import RangeOverflow, ReplayError
+from .memory import measure
 from .nets.momentum import MomentumNet, State
 from .settle import settle
 
 __version__ = "0.1.0"
 __all__ = [
-    "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert", "settle",
-    "theory",
+    "FixedPoint", "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert",
+    "settle", "theory",
 ]  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from .convert.convert import stages_of
-from .core.errors import RangeOverflow, ReplayError
-from .stack.calibrate import holders
+from .errors import RangeOverflow, ReplayError
+from .reverse.range import holders
 
 
 def settle(model: nn.Module) -> None:
@@ -32,7 +32,7 @@ def settle(model: nn.Module) -> None:
     errors = list[Exception]()
     for held in (*(part for _, part in holders(model)), *stages_of(model)):
         try:
-            held.range.later.settle()
+            held.range.deferred.settle()
         except (RangeOverflow, ReplayError) as error:
             errors.append(error)
     if errors:  # said once: what follows from the first may be in all the others

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..convert.plan import Plan, plan
 from ..convert.predict import predict
-from ..measure.units import human
+from ..memory.units import human
 from .models import Source, source
 
 AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}

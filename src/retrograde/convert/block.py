@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..core.call import Extra
+from ..memory.fake import is_fake
+from ..reverse.replay import Extra
 from ..stack.rectified import heard, rectified
-from ..stack.uncompiled import uncompiled
 from .cache import Spare, cached
 from .own import Own
 from .stage import Stage
@@ -39,7 +39,7 @@ class Converted:
 
     _retrograde_class: type[nn.Module]
 
-    @uncompiled  # the step is not for the compiler; what the block calls may be compiled
+    @torch._disable_dynamo  # the step is not for the compiler; what the block calls may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
         if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:
@@ -57,10 +57,10 @@ class Converted:
         if place.stage.rectifies:
             branch = rectified_now(self, place, alone=not (args or kwargs))
             forward, keyword = (forward, keyword) if branch is None else (branch, None)
-        if place.stage.settings.compile is not None and place.stage.dry is None:
+        if place.stage.settings.compile is not None and not is_fake(x):
             forward = compiled(forward, place.stage.settings.compile)
         whole = place.stage.rectifies and branch is None
-        own = Own(self, forward, keyword, place.stage.dry, whole)  # type: ignore[arg-type]
+        own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
         args, kwargs = without_cache(args, kwargs, place)
         return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
 
@@ -175,8 +175,7 @@ def without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The extra inputs, with spare copies of a key-value cache where a block is run more than once."""
-    stage = place.stage
-    if not stage.surveying and (not torch.is_grad_enabled() or stage.settings.memory == "store"):
+    if not torch.is_grad_enabled() or place.stage.settings.memory == "store":
         return args, kwargs
     return tuple(_spare(a, place) for a in args), {name: _spare(a, place) for name, a in kwargs.items()}
 
@@ -184,13 +183,13 @@ def without_cache(
 def _spare(value: Any, place: Place) -> Any:
     if not cached(value):
         return value
-    if value.get_seq_length() and not place.stage.surveying:
+    if value.get_seq_length():
         raise ValueError(
             f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
             "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
         )
     inside = (v for layer in getattr(value, "layers", ()) for v in vars(layer).values())
-    if place.stage.dry and any(isinstance(v, Tensor) for v in inside):
+    if any(map(is_fake, inside)):
         raise TypeError(
             f"{place.path} was given a key-value cache that cannot be copied without values: pass use_cache=False."
         )

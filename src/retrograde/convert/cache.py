@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.call import Extra
+from ..reverse.replay import Extra
 
 
 class Spare:

@@ -3,42 +3,38 @@
     for block in self.layers:
         x = block(x, mask)
 
-Each converted block takes one step of the recurrence and hands on the decoded x; the next block knows that tensor as the
-continuation of the pass and takes the next step. A tensor that no block of the stage handed on starts a new pass. What is
-known is the tensor's memory, untouched since: an alias of it, as hooks of FSDP and `register_full_backward_hook` make,
-continues the pass as well.
-
-The fixed-point range comes from a survey of the whole model, without gradients, before its first training step
-(`survey`); a pass that finds no range to go by runs on 64-bit integers and leaves one behind.
+Each converted block takes one step of the recurrence and hands on the decoded x. The next block knows that tensor as the continuation
+of the pass and takes the next step. A tensor that no block of the stage handed on starts a new pass. What is known is the tensor's
+memory, untouched since: an alias of it, as hooks of FSDP and `register_full_backward_hook` make, continues the pass as well.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.call import Call, Extra
-from ..core.errors import RangeOverflow, ReplayError
-from ..core.fixedpoint import FixedPoint, integer_dtype
-from ..core.parts import Memo
-from ..core.rational import as_ratios
-from ..core.tape import Frame, Kept
-from ..stack.calibrate import Range, narrow, peaks, wide
-from ..stack.forward import Forward, Like
-from ..stack.inputs import check_input, check_surroundings
-from ..stack.ledger import Ledger, Noted
-from ..stack.momentum import Recurrence
-from ..stack.planner import Plan, leanest
-from ..stack.rejoin import observed
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.ratio import as_ratios
+from ..errors import RangeOverflow, ReplayError
+from ..memory.budget import Observer, Stack
+from ..memory.fake import is_fake
+from ..memory.modes import MemoryPlan, parse_memory
+from ..reverse.forward import Pass
+from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
+from ..reverse.momentum import Momentum, Recurrence
+from ..reverse.nodes import observed
+from ..reverse.parts import Memo
+from ..reverse.range import Range
+from ..reverse.replay import Extra
+from ..reverse.residual import Residual
 from .alias import FSDP2, handed_on, same, version
-from .arrange import Recorder
 from .branch import Branch
 from .cache import spared
 from .own import Own
@@ -51,40 +47,38 @@ class Settings:
     gamma: Any = 0.9
     form: str = "block"
     velocity: str | None = None
-    memory: str = "auto"
-    fraction_bits: int | str = "auto"
+    memory: str | int | float = "auto"
+    fixed_point: str | FixedPoint = "auto"
     verify: str = "auto"
     overflow: str = "raise"
-    state_bits: int | str = "auto"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
 
 
-class Pass(Forward):
-    """A pass through a stage. `range`: of its mode; `learns`: it was not known when the pass began."""
-
-    range: Range
-    learns = False
-
-
-@dataclass(eq=False)
 class Open:
-    """A pass between two blocks: the x handed on, as it was then."""
+    """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
 
-    run: Pass
-    x: weakref.ref[Tensor]
-    version: int
-
-    def left(self) -> Pass:
-        """The pass, which goes on. Nothing is left here: the callback of `x` knows this, a circle that would hold the state."""
-        run = self.run
-        del self.run, self.x
-        return run
+    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None) -> None:
+        self.run = run
+        self.x: weakref.ref[Tensor] = weakref.ref(x)
+        self.version = version(x)
+        self.training = training
+        self.observer = observer
 
     def known(self, x: Tensor) -> bool:
         """Whether this is the x that was handed on, untouched."""
         mine = self.x()
         return mine is not None and same(x, mine, self.version)
+
+
+class OpenPasses(threading.local):
+    """The passes of a stage that are between two blocks, those of each thread for itself. Copies and pickles of it are empty."""
+
+    def __init__(self) -> None:
+        self.passes: list[Open] = []
+
+    def __reduce__(self) -> Any:
+        return OpenPasses, ()
 
 
 @dataclass(eq=False)
@@ -104,26 +98,22 @@ class Stage:
     steps: int
     settings: Settings
     checkpointed: bool = False
-    open: list[Open] = field(default_factory=list, repr=False)
+    open: OpenPasses = field(default_factory=OpenPasses, repr=False)
 
     def __post_init__(self) -> None:
-        self.range = Range(self.settings.fraction_bits, narrow(self.settings.state_bits))
+        self.range = Range(self.settings.fixed_point)
         self.memo = Memo()
-        self.recurrence = self._recurrence(self.settings.gamma)
-        self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
-        self.surveying = self.warned = False
-        self.arrangement = 0  # the number of the one that this stage is in
-        self.planned: Plan | None = None  # what the arrangement of the model's stages gives this one
-        self.recorder: Recorder | None = None  # while that is being worked out
-        self.last: Plan | None = None  # of the last pass
-        self.dry: Any = (
-            None  # to predict memory, on tensors without values: what every run of a block is to be put into
-        )
-        if self.settings.memory == "reverse" and self.recurrence.plain:
+        self.warned = False
+        self.last: MemoryPlan | None = None  # of the last pass
+        mode, _ = parse_memory(self.settings.memory)
+        recurrence = self._recurrence(self.settings.gamma)
+        if mode == "reverse" and recurrence.plain:
             raise ValueError(
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
                 "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
             )
+        strict = self.settings.verify == "strict"
+        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode, strict)
 
     @property
     def gamma(self) -> Fraction | tuple[Fraction, ...]:
@@ -133,7 +123,12 @@ class Stage:
 
     @gamma.setter
     def gamma(self, gamma: Any) -> None:
-        self.recurrence = self._recurrence(gamma)
+        self.stack.recurrence = self._recurrence(gamma)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """What the stage computes, apart from its blocks."""
+        return self.stack.recurrence
 
     @property
     def used(self) -> str:
@@ -145,108 +140,90 @@ class Stage:
         """Whether the blocks are to give f, and the steps form relu(x + f)."""
         return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
 
-    def plan_for(self, dtype: torch.dtype) -> Plan:
-        """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        if self.planned is not None and not (self.planned.reversed and self.recurrence.plain):
-            return self.planned
-        memory = "checkpoint" if self.checkpointed else self.settings.memory
-        if memory == "reverse" and self.recurrence.plain:
-            memory = "auto"
-        return leanest(self.recurrence, dtype, memory)
+    @property
+    def rerun(self) -> bool:
+        """Whether blocks are run again in backward."""
+        return self.settings.memory != "store"
 
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
         check_input(x, f"the input of {path}, converted to a momentum step,")
-        self.last = plan = self.plan_for(x.dtype)
+        self.last = self.stack.plan_for(x.dtype)
         if self.checkpointed or not any(self.recurrence.gammas):
-            return self._plain(own, path, x, extra, index, plan)
-        run = self._continued(x, index, path)
+            return own.with_x(self._alone(own, path, x, extra, index))
+        training = own.block.training
+        entry = self._continued(x, index, path)
         try:
-            if run is None:
-                run = self._opened(x, own, extra, plan)
-            k = run.k
-            if self.recorder is not None:
-                track = self.recorder.begin(self, k, x)
-            x1 = run.step(own, extra, path, own.whole)
-            if self.recorder is not None:
-                self.recorder.end(track, k, x1)
+            if entry is None:
+                run, observer = self._opened(x, own, extra)
+            else:
+                run, observer, training = entry.run, entry.observer, entry.training
+            block = own if observer is None else observer.watch(run.k, own)
+            x1 = run.step(block, extra, path, "block" if own.whole else None)
         except RangeOverflow as error:
-            self.range.of(own.block.training).overflowed(None if run is None else run.state.watch)
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
-            x1 = x1 if self.dry and x.device.type == "cpu" else run.finish()
-            self._learn(run)
+            x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
+            self._learn(run, training)
         else:
-            self._hand_on(run, x1)
+            self._hand_on(Open(run, x1, training, observer))
         del run.x  # the tensor handed on leads to the pass, not the other way round
-        if self.recorder is not None:
-            self.recorder.meter.mark()  # what follows may be more than the next block
+        if self.stack.recorder is not None:
+            self.stack.recorder.done()
         return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
 
-    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
-        """The block alone: γ = 0, or a block outside of any stage."""
-        track = None if self.recorder is None else self.recorder.begin(self, k, x)
-        if not torch.is_grad_enabled() or k >= plan.replayed:
-            y = own(x, *extra.args, **extra.kwargs)
-        else:
-            verify, later = "off" if self.dry else self.settings.verify, self.range.later
-            if not k:
-                later.collect(x)
-            call, version = Call(own, extra, path, verified=verify == "blocks", memo=self.memo), x._version
-            kept = Kept(x.detach()) if verify == "off" else Noted(x.detach(), Ledger(1, x.device, verify, later), 0)
-            frame = Frame(call, kept, 0)
-            y = frame.run(x, None if track is None else partial(track.look, k, frame))
-            if x._version != version:
-                raise ReplayError(
-                    f"{path} writes to its input, so its input cannot be kept. Use memory='store' for it."
-                )
-        if not self.checkpointed:
-            Like(x).checked(y, path)
-        if self.recorder is not None and track is not None:
-            self.recorder.end(track, k, y)
-            self.recorder.meter.mark()
-        return own.with_x(y)
-
-    def _opened(self, x: Tensor, own: Own, extra: Extra, plan: Plan) -> Pass:
-        if self.dry:
-            look = None if self.recorder is None else self.recorder.track(self, x).look
-            integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
-            run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
-            if self.settings.velocity == "first":
-                run.launch(own, extra, "block" if own.whole else self.recurrence.form)
-            return run
-        check_surroundings()
-        held = self.range.of(own.block.training)
-        fixed = None if self.surveying else held.current(x)
+    def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
+        """One block by itself: γ = 0, or a block outside of any stage."""
+        assert self.last is not None
+        observer = self.stack.observer(x)
+        verify = "off" if is_fake(x) else self.settings.verify
         run = Pass(
-            x,
-            self.recurrence,
-            None if self.surveying else fixed or wide(x, self.recurrence, held.fraction),
-            verify=self.settings.verify,
-            overflow=self.settings.overflow,
-            memo=self.memo,
-            later=self.range.later,
-            **({"mode": "store"} if self.surveying else plan.arguments),
-        )
-        run.range, run.learns = held, fixed is None
-        if self.settings.velocity == "first":
-            run.launch(own, spared(extra), "block" if own.whole else self.recurrence.form)
-        return run
+            Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=verify, memo=self.memo, deferred=self.range.deferred,
+            check=any_output if self.checkpointed else check_output,
+            look=None if observer is None else lambda _, frame, tensors: observer.look(k, frame, tensors),
+        )  # fmt: skip
+        if not k and not is_fake(x):
+            self.range.deferred.collect(x)
+        y = run.step(own if observer is None else observer.watch(k, own), extra, path)
+        if self.stack.recorder is not None:
+            self.stack.recorder.done()
+        return y
 
-    def _continued(self, x: Tensor, index: int, path: str) -> Pass | None:
-        for k, entry in enumerate(self.open):
-            if entry.known(x):
-                del self.open[k]
-                mine, run = entry.x(), entry.left()
-                through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
-                run.resume(x, through, record=not self.surveying)
-                return run
+    def _opened(self, x: Tensor, own: Own, extra: Extra) -> tuple[Pass, Observer | None]:
+        assert self.last is not None
+        observer = self.stack.observer(x)
+        fake = is_fake(x)
+        if not fake:
+            check_surroundings()
+        overflow = "nan" if fake else self.settings.overflow
+        training, most_guard = own.block.training, self.recurrence.most_guard
+        seen = self.range.begin(x, self.steps + 1, training=training, overflow=overflow, most_guard=most_guard)
+        state = Momentum(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
+        run = Pass(
+            state, x, self.steps, verify="off" if fake else self.settings.verify, memo=self.memo, deferred=self.range.deferred,
+            look=None if observer is None else observer.look, **self.last.arguments,
+        )  # fmt: skip
+        if self.settings.velocity == "first":
+            block = own if observer is None else observer.watch(-1, own)
+            run.launch(block, spared(extra), "block" if own.whole else None)
+        return run, observer
+
+    def _continued(self, x: Tensor, index: int, path: str) -> Open | None:
+        """The pass that handed on this x, going on from it."""
+        passes = self.open.passes
+        entry = next((entry for entry in passes if entry.known(x)), None)
+        if entry is not None:
+            passes.remove(entry)
+            mine = entry.x()
+            through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
+            entry.run.resume(x, through)
+            return entry
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
                 "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
             )
-        if index and not (self.warned or self.surveying or self.dry):
+        if index and not (self.warned or is_fake(x)):
             self.warned = True
             warnings.warn(
                 f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
@@ -255,38 +232,33 @@ class Stage:
             )
         return None
 
-    def _hand_on(self, run: Pass, x: Tensor) -> None:
-        entry = Open(run, weakref.ref(x, lambda _: self._forget(entry)), version(x))
-        self.open.append(entry)
+    def _hand_on(self, entry: Open) -> None:
+        passes = self.open.passes
+        passes.append(entry)
+        x = entry.x()
+        assert x is not None
+        weak = weakref.ref(entry)
 
-    def _forget(self, entry: Open) -> None:
-        """The pass went no further: nobody has its x."""
-        if entry in self.open:
-            self.open.remove(entry)
-            try:
-                self._learn(entry.run)
-            except RangeOverflow as error:
-                warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
+        def forget(_: Any) -> None:
+            """The pass went no further: nobody has its x."""
+            entry = weak()
+            if entry is not None and entry in passes:
+                passes.remove(entry)
+                try:
+                    self._learn(entry.run, entry.training)
+                except RangeOverflow as error:
+                    warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
-    def _learn(self, run: Pass) -> None:
+        entry.x = weakref.ref(x, forget)
+
+    def _learn(self, run: Pass, training: bool) -> None:
         """Take note of the largest values of a pass."""
-        if self.dry:
+        if is_fake(run.state.x):
             return
         try:
-            if not self.surveying:
-                run.range.seen(run.state)
-            if run.learns:
-                seen = peaks(run.state.watch, run.state.fixed)
-                run.range.calibrate(run.state.dtype, *seen, self.recurrence.most_guard)
+            self.range.learn(run.state.range, training, self.recurrence.most_guard)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 
     def _recurrence(self, gamma: Any) -> Recurrence:
         return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "open": [], "recorder": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"last": None, **state})
-        self.__dict__.pop("used", None)  # of a pickle that held it as a string

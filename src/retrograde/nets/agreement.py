@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.rational import NARROW
+from ..arithmetic.ratio import NARROW
 from .hamiltonian import Kick
 from .inputs import positive, whole
 from .momentum import MomentumNet

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..stack.inputs import check_input, check_transforms
-from ..stack.later import capturing
+from ..reverse.inputs import check_input, check_transforms
+from ..reverse.deferred import capturing
 from .momentum import _choice as choice
 from .momentum import _modules as modules
 

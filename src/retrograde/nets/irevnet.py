@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..stack.coupling import squeeze, unsqueeze
+from ..reverse.coupling import squeeze, unsqueeze
 from .coupling import CoupledState, CouplingNet
 from .inputs import check_input, whole
 

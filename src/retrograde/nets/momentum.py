@@ -3,7 +3,7 @@
     v ← γ·v + (1−γ)·f(x)        x ← x + v                  [sander2021, eq. 2]
     x ← x − v                   v ← (v − (1−γ)·f(x)) / γ   [sander2021, eq. 3]
 
-Every memory mode runs the same integer recurrence and gives the same bits, of outputs and of gradients. γ = 0 is the plain
+Every way of remembering runs the same integer recurrence and gives the same bits, of outputs and of gradients. γ = 0 is the plain
 residual network x ← x + f(x), run as such.
 """
 
@@ -11,31 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 
-from ..core.call import Extra
-from ..core.errors import RangeOverflow
-from ..core.fixedpoint import FixedPoint
-from ..core.parts import Memo, parts_of
-from ..core.rational import as_ratios
-from ..stack.aside import copied_buffers, rng_kept
-from ..stack.calibrate import Range, apart, narrow, peaks, several_processes, unheard
-from ..stack.forward import Forward, Like
-from ..stack.inputs import check_input, check_surroundings
-from ..stack.momentum import FORMS, Momentum, Recurrence
-from ..stack.planner import MODES, Plan, check_budget, leanest
-from ..stack.proof import CHOICES as VERIFY
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.ratio import as_ratios
+from ..memory.modes import MemoryPlan, leanest, parse_memory
+from ..reverse.checks import CHOICES as VERIFY
+from ..reverse.forward import Pass
+from ..reverse.inputs import check_input, check_output, check_surroundings
+from ..reverse.momentum import FORMS, Momentum, Recurrence
+from ..reverse.parts import Memo, copied_buffers
+from ..reverse.range import Range
+from ..reverse.replay import Extra
+from ..reverse.residual import Residual
 from ..stack.rectified import whole
-from ..stack.residual import grouped, residual
-from ..stack.timeline import Track
-from ..stack.uncompiled import uncompiled
-from .budget import Planner, simulated
 
 Gamma = float | Iterable[float]
 
@@ -46,10 +38,8 @@ class State:
 
     x: Tensor
     v: Tensor
-    integers: tuple[Tensor, Tensor] = field(repr=False)
-    buffers: tuple[Tensor | None, ...] = field(repr=False)
-    recurrence: Recurrence = field(repr=False)
     fixed: FixedPoint
+    held: Momentum = field(repr=False)
     grad_mode: bool = field(repr=False)  # blocks may take other kernels without it
 
 
@@ -58,31 +48,24 @@ class MomentumNet(nn.Module):
 
     Args:
         blocks: modules that map x, and any extra inputs, to a tensor like x. The same block may occur several times.
-        gamma: γ in [0, 1], one for all blocks or one each. A float stands for the nearest ratio of small integers. At
-            γ = 1, v ← v + f(x): the Hamiltonian limit.
+        gamma: γ in [0, 1], one for all blocks or one each. A float stands for the nearest ratio of small integers. At γ = 1,
+            v ← v + f(x): the Hamiltonian limit.
         form: "branch": the blocks compute f(x); "block": they compute x + f(x) (or relu(x + f(x)), or whatever they make of x);
-            "relu": they compute f(x), of a network x ← relu(x + f(x)): as "block" with the addition and the relu in the blocks, in
-            fewer passes over memory, and one bit an element and block is kept from forward to backward.
+            "relu": they compute f(x), of a network x ← relu(x + f(x)). That is the network of "block" in fewer passes over memory; one
+            bit an element and block is kept from forward to backward.
         velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
-        memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
-            everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
-        budget: with "auto", how much memory a training step of this network may take at its highest point, above
-            parameters, gradients and its input: whole bytes, or a fraction of the device's memory as a float. Counted are what
-            is held from forward to backward, what a block has at hand while it is run again and differentiated, the
-            output, its gradient, and 5 % for what kernels take for themselves. Within it blocks keep their input, or all
-            their tensors, from the last one down, and take less time; `plan` says how many.
-        every: one momentum step for so many consecutive blocks, which are run as plain residual blocks inside it. Fewer
-            integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
-        fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
-        state_bits: width of the integers that hold x and v: "auto" is 64 for float64 and 32 for all others. 16 is for networks that
-            compute in bfloat16 or float16: half the bytes to hold and to move (also of float32 inputs that are kept), and about the
-            rounding of those dtypes, as long as the largest activation is not more than some twenty times the usual one.
-        verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if
-            not: at its end on a CPU; at the start of a later pass on an accelerator, which is not waited for. "end" raises in the
-            pass itself on any device and puts gradients back as they were; "blocks" also names the block, and compares its whole
-            output and what it saved for autograd, so that what enters the gradient alone is seen too.
-            "off": blocks with random numbers or state of their own may give wrong gradients.
-        overflow: "raise" if a value leaves the fixed-point range or is not finite; "nan" gives NaN instead.
+        memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps everything;
+            "auto" takes the leaner of the first two. Or a budget: how much memory a training step may take at its highest point, above
+            parameters, gradients and the input, as bytes ("8GB", 8e9) or as a fraction of the device's memory (0.5). Within it the
+            blocks keep as much as fits, from the last one down, and take less time; `plan` says how many. The way never changes a bit
+            of any result.
+        fixed_point: "auto" keeps the range of the integers in step with the activations; "int16" does the same in 16 bits, for networks
+            that compute in bfloat16 or float16: half the bytes; or the `FixedPoint` to use always.
+        verify: "auto" proves of every backward pass that the blocks, run again, repeated themselves, and raises `ReplayError` if not:
+            at its end on a CPU, at the start of a later pass on an accelerator, which is not waited for. "strict" compares everything
+            and raises before the block's gradients are made, on any device. "off": blocks with random numbers or state of their own
+            may give wrong gradients.
+        overflow: "raise" if a block returns NaN or Inf (or leaves a range that was given); "nan" gives NaN instead.
 
     Shape:
         x: any floating-point tensor; the output and every block's output have its shape and dtype.
@@ -96,9 +79,8 @@ class MomentumNet(nn.Module):
 
     def __init__(
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
-        form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
-        fraction_bits: int | str = "auto", verify: str = "auto", overflow: str = "raise",
-        budget: int | float | None = None, every: int = 1, state_bits: int | str = "auto",
+        form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str | int | float = "auto",
+        fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
@@ -107,16 +89,13 @@ class MomentumNet(nn.Module):
         self.overflow = _choice("overflow", overflow, ("raise", "nan"))
         if velocity is not None and velocity != "first" and not callable(velocity):
             raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of blocks from 1 on; got {every!r}.")
-        self.velocity, self.every = velocity, every
-        self.range = Range(fraction_bits, narrow(state_bits))
+        self.velocity = velocity
+        self.range = Range(fixed_point)
         self.memo = Memo()
-        self.plan: Plan | None = None  # of the last pass
-        self._memory = _choice("memory", memory, MODES)
-        self._planner = Planner(None)
+        self.plan: MemoryPlan | None = None  # of the last pass
+        self._memory = memory
+        self._mode, self._budget = parse_memory(memory)
         self.gamma = gamma
-        self.budget = budget
 
     @property
     def gamma(self) -> Any:
@@ -126,15 +105,13 @@ class MomentumNet(nn.Module):
 
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
-        self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
-        form = self._form_of_steps if self.every == 1 else "block"
-        recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), form, self.range.narrow)
-        _check_reversible(self.memory, recurrence)
+        recurrence = Recurrence(as_ratios(gamma, len(self.blocks)), self._form_of_steps, self.range.narrow)
+        _check_reversible(self._mode, recurrence)
         self.recurrence = recurrence
 
     @property
     def form(self) -> str:
-        """Whether the blocks compute f(x) ("branch", "relu") or x + f(x) ("block")."""
+        """What the blocks compute."""
         return self._form
 
     @property
@@ -142,229 +119,115 @@ class MomentumNet(nn.Module):
         return self.form
 
     @property
-    def memory(self) -> str:
-        """The memory mode. May be set, between passes."""
+    def memory(self) -> Any:
+        """The memory mode, or the budget. May be set, between passes."""
         return self._memory
 
     @memory.setter
-    def memory(self, memory: str) -> None:
-        _check_reversible(_choice("memory", memory, MODES), self.recurrence)
-        check_budget(self.budget, memory)
-        self._memory = memory
+    def memory(self, memory: str | int | float) -> None:
+        mode, budget = parse_memory(memory)
+        _check_reversible(mode, self.recurrence)
+        self._memory, self._mode, self._budget = memory, mode, budget
 
     @property
-    def budget(self) -> int | float | None:
-        """How much memory a step may take: bytes, or a fraction of the device's memory. May be set, between passes."""
-        return self._planner.budget
+    def fixed_point(self) -> FixedPoint | str:
+        """The fixed point in use, or the setting before the first pass."""
+        return self.range.now
 
-    @budget.setter
-    def budget(self, budget: int | float | None) -> None:
-        check_budget(budget, self.memory)
-        self._planner.budget = budget
-
-    @property
-    def fraction_bits(self) -> int | str:
-        """The fraction bits in use, or "auto" before the first pass."""
-        fixed = next(iter((self.range.of(self.training).fixed or self.range.fixed).values()), None)
-        return self.range.setting if fixed is None else fixed.bits
-
-    @uncompiled  # the pass itself is not for the compiler; compiled blocks are
+    @torch._disable_dynamo  # the pass itself is not for the compiler; compiled blocks are
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
         check_input(x)
         extra = Extra(args, kwargs)
-        if any(self.recurrence.gammas):
-            return self._run(x, extra).finish()
-        memory = self._remembered(x, extra)
-        kept, look = memory["stored_from"], memory["look"]
-        if kept > 0 and torch.is_grad_enabled():
-            check_surroundings()
-        return residual(
-            self._groups(),
-            self.form,
-            x,
-            extra,
-            verify=self.verify,
-            memo=self.memo,
-            later=self.range.later,
-            stored_from=kept,
-            look=look,
-        )
+        return self._run(x, extra, self._plan(x, extra)).finish()
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         check_input(x)
         _check_reversible("reverse", self.recurrence)
-        run = self._run(x, Extra(args, kwargs), reversible=True)
-        held = run.state
-        buffers = tuple(None if b is None else b.clone() for b in held.buffers)
-        return State(
-            run.finish(),
-            run.velocity(),
-            (held.x.clone(), held.v.clone()),
-            buffers,
-            self.recurrence,
-            held.fixed,
-            run.tracked,
-        )
+        run = self._run(x, Extra(args, kwargs), {"reversed": len(self.blocks)})
+        held = run.state.copy()
+        return State(run.finish(), run.rest(), held.fixed, held, run.tracked)
 
     @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
         _check_reversible("reverse", self.recurrence)
-        if not isinstance(state, State) or state.recurrence != self.recurrence:
-            source = _describe(state.recurrence) if isinstance(state, State) else type(state).__name__
+        if not isinstance(state, State) or state.held.recurrence != self.recurrence:
+            source = _describe(state.held.recurrence) if isinstance(state, State) else type(state).__name__
             raise ValueError(
                 f"this is not a state of this network: {source}, against {_describe(self.recurrence)} here. "
                 "Invert what `encode` of the same network returned."
             )
-        extra, held = (
-            Extra(args, kwargs),
-            Momentum(state.x, self.recurrence, state.fixed, reversible=True, overflow="nan"),
-        )
-        held.x, held.v = (q.clone() for q in state.integers)
-        held.start = None
-        held.buffers = [None if b is None else b.clone() for b in state.buffers]
-        with copied_buffers(self.modules()):
-            for k, block in reversed(list(enumerate(self._groups()))):
-                x = held.pull()
-                with torch.set_grad_enabled(state.grad_mode):
-                    y = block(x, *extra.args, **extra.kwargs)
-                held.whole |= {k} if whole(block) else set()
-                held.retreat(k, Like(x).checked(y, f"block {k}"))
-            x0, launch = held.read(), self._launch(extra)
-            with torch.set_grad_enabled(state.grad_mode):
-                start = Forward(x0, self.recurrence, state.fixed, mode="store", overflow="nan")
-                if launch is not None:
-                    start.launch(*launch)
-        if not held.rewound(start.state.v):
+        held = state.held.copy()
+        with copied_buffers(self.modules()), torch.set_grad_enabled(state.grad_mode):
+            for k, block in reversed(list(enumerate(self._steps()))):
+                x = held.pull(k)
+                y = block(x, *args, **kwargs)
+                held.retreat(k, check_output(y, x, f"block {k}"))
+            x0 = held.pull(-1)
+            start = held.range.again(x0, len(self.blocks) + 1)
+            again = Pass(Momentum(x0, self.recurrence, start, reversible=False), x0, len(self.blocks))
+            self._launch(again, Extra(args, kwargs))
+        if not held.rewound(again.state.v):
             raise ValueError(
                 "this state did not rewind to a start of this network. It was encoded with other parameters or other extra "
                 "inputs, or a block does not repeat itself (dropout in training mode, say: call .eval() first)."
             )
         return x0
 
-    def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
+    def _run(self, x0: Tensor, extra: Extra, plan: dict[str, Any]) -> Pass:
         """One forward pass."""
+        depth = len(self.blocks)
+        settings = {"verify": self.verify, "memo": self.memo, "deferred": self.range.deferred, **plan}
+        if not any(self.recurrence.gammas):
+            if plan.get("kept", 0) and torch.is_grad_enabled():
+                check_surroundings()
+            self.range.deferred.collect(x0)
+            return self._driven(Pass(Residual(x0, self.form), x0, depth, **settings), extra)
         check_surroundings()
-        settings = {
-            "verify": self.verify,
-            "overflow": self.overflow,
-            "reversible": reversible,
-            "later": self.range.later,
-        }
-        settings |= self._remembered(x0, extra, budgeted=not reversible)
-        try:
-            run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
-        except RangeOverflow:
-            self.range.of(self.training).overflowed()
-            if self.training or self.range.setting != "auto" or several_processes():  # others run their blocks once
-                raise
-            run = self._steps(
-                x0, extra, self._fixed(x0, extra), **settings
-            )  # in eval mode nothing has been touched yet
-        self.range.of(self.training).seen(run.state)
+        most_guard = self.recurrence.most_guard
+        seen = self.range.begin(x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=most_guard)
+        state = Momentum(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
+        run = Pass(state, x0, depth, **settings)
+        self._launch(run, extra)
+        self._driven(run, extra)
+        self.range.learn(run.state.range, self.training, most_guard)
         return run
 
-    def _fixed(self, x0: Tensor, extra: Extra) -> FixedPoint:
-        return self.range.of(self.training).for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
-
-    def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint | None, **settings: Any) -> Forward:
-        run = Forward(x0, self.recurrence, fixed, memo=self.memo, **settings)
-        launch = self._launch(extra)
-        if launch is not None:
-            run.launch(*launch)
-        for block in self._groups():
-            run.step(block, extra, whole=whole(block))
+    def _driven(self, run: Pass, extra: Extra) -> Pass:
+        for block in self._steps():
+            run.step(block, extra, form="block" if whole(block) else None)
         return run
 
-    def _groups(self) -> tuple[Any, ...]:
-        """The blocks, or groups of them, that take a step each."""
-        if len(self._blocks) != len(self.blocks):
+    def _steps(self) -> tuple[Any, ...]:
+        """What takes the steps: the blocks."""
+        if len(self.recurrence.gammas) != len(self.blocks):
             raise ValueError(
                 f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set net.gamma "
                 "after adding or removing blocks."
             )
-        if not all(map(is_, self._blocks, self.blocks)):
-            self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
-        return self._steps_of
+        return tuple(self.blocks)
 
-    def _remembered(self, x: Tensor, extra: Extra, budgeted: bool = True) -> dict[str, Any]:
-        """What to keep of this pass, as arguments of it."""
-        if self.budget is None or not budgeted or not torch.is_grad_enabled():
-            self.plan, look = leanest(self.recurrence, x.dtype, self.memory), None
-            return self.plan.arguments | {"look": look}
-        inputs, groups = (x, *extra.tensors), self._groups()
-        kind = (
-            self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            *self._size(), self.verify, sum(map(whole, groups)), self.velocity if isinstance(self.velocity, str | None) else "own",
-        )  # fmt: skip
-
-        def simulate(plan: Plan) -> tuple[list[int], Track]:
-            return simulated(
-                self,
-                groups,
-                self._launch(extra),
-                self.recurrence,
-                self.form,
-                plan,
-                x,
-                extra,
-                self.verify in ("end", "blocks"),
-            )
-
-        def known() -> tuple[Tensor, ...]:
-            return (*self.parameters(), *self.buffers(), *inputs)
-
-        self.plan, look = self._planner.plan(kind, self.recurrence, x, known, simulate)
-        return self.plan.arguments | {"look": look}
-
-    def _size(self) -> tuple[int, int]:
-        """How many parameters are trained, and how many numbers they all hold: by what is known of the blocks, which is quicker than
-        to look for the parameters of a network."""
-        parts = [parts_of(block, f"block {k}", self.memo) for k, block in enumerate(self._groups())]
-        if isinstance(self.velocity, nn.Module):
-            parts.append(parts_of(self.velocity, "velocity", self.memo))
-        parameters = [p for part in parts for p in part.parameters]
-        return sum(p.requires_grad for p in parameters), sum(p.numel() for p in parameters if not is_lazy(p))
-
-    @torch.no_grad()
-    def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
-        """The largest |x| and |v| of a pass, leaving no trace."""
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # or weights cast here, without gradients, would be found there later
-        try:
-            with (
-                rng_kept(extra.devices(x0), extra.generators),
-                copied_buffers(self.modules()),
-                unheard(self.modules()),
-                saved_tensors_hooks(
-                    _itself, _itself
-                ),  # a checkpoint around the network is not to count what is saved here
-            ):
-                extra = Extra(apart(extra.args), apart(extra.kwargs))
-                run = self._steps(x0, extra, None, mode="store", overflow=self.overflow)
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-        return peaks(run.state.watch, run.state.fixed)
-
-    def _launch(self, extra: Extra) -> tuple[Any, Extra, str] | None:
-        """What makes v₀, its extra inputs, and its form."""
+    def _launch(self, run: Pass, extra: Extra) -> None:
+        """Set v₀, if it is not 0."""
         if self.velocity == "first":
-            first = self._groups()[0]
-            return first, extra, "block" if whole(first) else self.recurrence.form
-        return None if self.velocity is None else (self.velocity, Extra((), {}), "branch")
+            first = self._steps()[0]
+            run.launch(first, extra, "block" if whole(first) else None)
+        elif self.velocity is not None:
+            run.launch(self.velocity, Extra((), {}), "branch")
+
+    def _plan(self, x: Tensor, extra: Extra) -> dict[str, Any]:
+        """What to keep of this pass, as arguments of it."""
+        self.plan = leanest(self.recurrence, x.dtype, self._mode)
+        return self.plan.arguments
 
     def extra_repr(self) -> str:
         velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__
         return (
             f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
-            f"fraction_bits={self.fraction_bits!r}, verify={self.verify!r}"
+            f"fixed_point={self.fixed_point!r}, verify={self.verify!r}"
         )
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
 
 
 def _describe(recurrence: Recurrence) -> str:

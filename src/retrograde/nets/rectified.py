@@ -28,8 +28,8 @@ class RectifiedNet(MomentumNet):
     def _form_of_steps(self) -> str:
         return "relu"
 
-    def _groups(self) -> tuple[Any, ...]:
-        groups = super()._groups()
+    def _steps(self) -> tuple[Any, ...]:
+        groups = super()._steps()
         if self.recurrence.form != "relu" or not any(self.recurrence.gammas):
             return groups
         return tuple(map(Rectified, groups))

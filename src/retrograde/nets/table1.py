@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from ..core.errors import RangeOverflow
+from ..errors import RangeOverflow
 from .hamiltonian import HamiltonianNet
 from .iresnet import IResNet, invert
 from .irevnet import IRevNet

@@ -10,7 +10,7 @@ import sys
 
 from torch import nn
 
-from ...core.parts import STATISTICS_ONLY
+from ...reverse.parts import STATISTICS_ONLY
 from . import KEEPS, with_skip, without
 
 ALWAYS = {

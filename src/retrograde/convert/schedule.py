@@ -1,0 +1,40 @@
+"""What a converted model does before a step: it plans its memory within its budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..memory.budget import Recorder
+from ..memory.fake import is_fake
+
+SCHEDULER = "_retrograde_scheduler"
+"""Where a model has what plans its memory, with the stacks of its stages."""
+
+
+@torch._disable_dynamo
+def schedule(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Give each stage its memory plan for this step. A forward pre-hook of a model with a budget."""
+    if not torch.is_grad_enabled() or any(map(is_fake, tree_leaves((args, kwargs)))):
+        return
+    scheduler, stacks = model.__dict__.get(SCHEDULER, (None, []))
+    stacks = [stack for stack in stacks if stack.owner is scheduler]  # others belong to a later conversion
+    if scheduler is not None and scheduler.budget is not None and stacks:
+        recorder = scheduler.schedule(model, stacks, args, kwargs)
+        if recorder is not None:
+            _around(model, recorder)
+
+
+def _around(model: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder see what this forward pass saves outside of the stages."""
+    seen = recorder.around()
+    seen.__enter__()
+
+    def ended(*_: Any) -> None:
+        handle.remove()
+        seen.__exit__(None, None, None)
+
+    handle = model.register_forward_hook(ended, always_call=True)

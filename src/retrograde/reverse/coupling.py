@@ -1,0 +1,252 @@
+"""The coupling scheme: two streams, each moved by a function of the other, in integers.
+
+    forward   v ← v + φ(x)      x ← x + ψ(v)                  [sander2021, eq. 4]
+    inverse   x ← x − ψ(v)      v ← v − φ(x)
+
+A block is one half: block 2k is φ_k and moves v, block 2k + 1 is ψ_k and moves x. Each reads the stream it does not
+move, so a step back needs no more than that stream, and integer addition is undone exactly: no multiplication, no
+buffer. Between two blocks both streams may be rearranged from space to channels, which is a permutation of integers:
+
+    squeeze   (N, C, r·H, r·W) → (N, r²·C, H, W)              the invertible down-sampling of i-RevNets
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.hash import digest
+from .range import PassRange, shifted, unshifted
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What one coupling network computes, apart from its blocks."""
+
+    dim: int  # along which the input is split into v and x
+    squeezes: tuple[int, ...]  # after each block: the factor r by which both streams are squeezed (1: not at all)
+
+
+def squeeze(x: Tensor, r: int) -> Tensor:
+    """(N, C, r·H, r·W) → (N, r²·C, H, W): every r × r square of pixels becomes r² channels.
+
+    >>> torch.equal(unsqueeze(squeeze(torch.arange(32).view(1, 2, 4, 4), 2), 2).flatten(), torch.arange(32))
+    True
+    """
+    if r == 1:
+        return x
+    if x.dim() != 4 or x.shape[2] % r or x.shape[3] % r:
+        raise ValueError(
+            f"a squeeze by {r} needs images (N, C, H, W) with H and W divisible by {r}; got {tuple(x.shape)}. Pad or crop "
+            "the images, or use fewer squeezes."
+        )
+    n, c, h, w = x.shape
+    return _fresh(x.reshape(n, c, h // r, r, w // r, r).permute(0, 3, 5, 1, 2, 4).reshape(n, r * r * c, h // r, w // r))
+
+
+def unsqueeze(x: Tensor, r: int) -> Tensor:
+    """(N, r²·C, H, W) → (N, C, r·H, r·W): the inverse of `squeeze`."""
+    if r == 1:
+        return x
+    n, c, h, w = x.shape
+    return _fresh(
+        x.reshape(n, r, r, c // (r * r), h, w).permute(0, 3, 4, 1, 5, 2).reshape(n, c // (r * r), r * h, r * w)
+    )
+
+
+def halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """v and x, the two halves of a network's input."""
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
+        given = f"{x.shape[dim]} channels" if x.dim() and -x.dim() <= dim < x.dim() else "no such dimension"
+        raise ValueError(
+            f"a coupling splits its input in two along dim={dim}, so it needs an even number of channels there; got "
+            f"{given} in shape {tuple(x.shape)}. Pad a channel, or repeat the input (torch.cat([x, x], dim={dim}))."
+        )
+    first, second = x.chunk(2, dim)
+    return first, second
+
+
+class CouplingGradient:
+    """A half adds to its stream, so its gradient needs no values: gy is the gradient of the moved stream, which passes on."""
+
+    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.recurrence = recurrence
+        self.dtype = dtype
+        self.shape = shape  # of a stream at the start
+        self.observed: set[int] = set()
+
+    def vjp(
+        self, k: int, tokens: list[Tensor | None], d: Tensor | None, wanted: list[bool]
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        moved = k % 2
+        gradients = [self._sum(tokens[0], d if moved == 0 else None), self._sum(tokens[1], d if moved == 1 else None)]
+        r = self.recurrence.squeezes[k]
+        gradients = [None if g is None else unsqueeze(g, r) for g in gradients]
+        return gradients, gradients[moved]
+
+    def enter(self, tokens: list[Tensor | None], d: Tensor | None) -> Tensor | None:
+        """Of x₀; the float that enters is the second stream."""
+        gv, gx = tokens[0], self._sum(tokens[1], d)
+        given = gx if gv is None else gv
+        if given is None:
+            return None
+        both = [given.new_zeros(self.shape) if g is None else g for g in (gv, gx)]
+        return torch.cat(both, self.recurrence.dim)
+
+    def leave(self, gradient: Tensor) -> list[Tensor | None]:
+        return list(gradient.to(self.dtype).chunk(2, self.recurrence.dim))
+
+    def _sum(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if a is None or b is None:
+            only = b if a is None else a
+            return None if only is None else only.to(self.dtype)
+        return a + b.to(self.dtype)
+
+
+class Coupling:
+    """The streams v and x of one forward pass; a `scheme.State`. Both have the same fixed point."""
+
+    tokens = 2
+    entered = 2
+    reversible = True
+
+    def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange) -> None:
+        self.recurrence = recurrence
+        self.range = seen
+        self.dtype = x0.dtype
+        self.at = 0
+        self.shifts: dict[int, tuple[FixedPoint, list[Tensor]]] = {}
+        scaled = [half.detach().to(seen.fixed.work) * 2.0**seen.fixed.bits for half in halves(x0, recurrence.dim)]
+        self._look(0, *scaled)
+        if not seen.fits(0):
+            seen.refuse(0)
+        self.streams = [torch.round(half).to(seen.fixed.dtype) for half in scaled]
+        if max(recurrence.squeezes) > 1:  # a squeeze and its inverse set the strides: have the same from the start
+            self.streams = [_fresh(q) for q in self.streams]
+        self.blank = torch.zeros((), dtype=seen.fixed.work, device=x0.device)
+        self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.streams[0].shape)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a stream takes fewer bytes than as a float."""
+        return self.streams[0].element_size() < self.dtype.itemsize
+
+    @property
+    def fixed(self) -> FixedPoint:
+        return self.range.fixed
+
+    @property
+    def x(self) -> Tensor:
+        """The integers of the next block's input."""
+        return self.streams[1 - self.at % 2]
+
+    def token(self) -> Tensor:
+        return self.blank.expand(self.streams[0].shape)
+
+    def token_of(self, k: int) -> int:
+        return 1 - k % 2
+
+    def read(self) -> Tensor:
+        """The next block's input: x for φ, v for ψ."""
+        return self._float(1 - self.at % 2)
+
+    def rest(self) -> Tensor:
+        """v and x in one, as the input was."""
+        return torch.cat([self._float(0), self._float(1)], self.recurrence.dim)
+
+    def advance(self, k: int, y: Tensor) -> Tensor:
+        """Add block k's output to the stream that it moves; the next block's input, which is that stream."""
+        self._add(k, y)
+        if not self.range.fits(k + 1):
+            self._widen(k, y)
+        self.streams = [squeeze(q, self.recurrence.squeezes[k]) for q in self.streams]
+        self.at = k + 1
+        return self._float(k % 2)
+
+    def pull(self, k: int) -> Tensor:
+        """First half of undoing step k: undo the squeeze."""
+        self.streams = [unsqueeze(q, self.recurrence.squeezes[k]) for q in self.streams]
+        if k not in self.shifts:
+            return self._float(1 - k % 2)
+        before, rests = self.shifts[k]
+        read = 1 - k % 2
+        return before.decode(unshifted(self.streams[read], rests[read], before.bits - self.fixed.bits), self.dtype)
+
+    def retreat(self, k: int, y: Tensor) -> None:
+        """Second half: subtract what block k gave."""
+        self.streams[k % 2].sub_(self._step(y))
+        if k in self.shifts:
+            before, rests = self.shifts[k]
+            by = before.bits - self.fixed.bits
+            self.streams = [unshifted(q, rest, by) for q, rest in zip(self.streams, rests, strict=True)]
+            self.range.fixed = before
+        self.at = k
+
+    def recede(self, k: int, y: Tensor) -> Tensor:
+        self.retreat(k, y)
+        return self.pull(k - 1)
+
+    def first_range(self, x0: Tensor) -> PassRange:
+        """A range like that with which this pass began."""
+        seen = self.range.again(x0, len(self.recurrence.squeezes) + 1)
+        seen.fixed = self.shifts[min(self.shifts)][0] if self.shifts else self.fixed
+        return seen
+
+    def hash(self) -> Tensor:
+        return digest(self.streams[1], digest(self.streams[0]), 1)
+
+    def fork(self) -> Coupling:
+        other = copy.copy(self)
+        other.streams = [q.clone() for q in self.streams]
+        other.range = copy.copy(self.range)
+        other.shifts = dict(self.shifts)
+        return other
+
+    def free(self) -> None:
+        self.shifts = {}
+        del self.streams
+
+    def _float(self, stream: int) -> Tensor:
+        return self.fixed.decode(self.streams[stream], self.dtype)
+
+    def _step(self, y: Tensor) -> Tensor:
+        """y as integers; 0 where it is NaN or beyond them, so that `retreat` takes off what `advance` added even then."""
+        step = torch.round(y.detach().to(self.fixed.work) * 2.0**self.fixed.bits)
+        return torch.where(step.abs() <= self.fixed.limit, step, 0).to(self.fixed.dtype)
+
+    def _add(self, k: int, y: Tensor) -> None:
+        moved = self.streams[k % 2]
+        moved.add_(self._step(y))
+        self._look(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, moved)
+
+    def _widen(self, k: int, y: Tensor) -> None:
+        """Step k left the range. Undo it, shift both streams to a wider range, take it again."""
+        f = y.detach().abs().amax()
+        if self.range.given or not f.isfinite():
+            self.range.refuse(k + 1)
+            return
+        before = self.fixed
+        self.streams[k % 2].sub_(self._step(y))
+        x = max(float(q.abs().amax()) for q in self.streams) * 2.0**-before.bits
+        self.range.fixed = self.range.widened(x + float(f), 0.0)
+        pairs = [shifted(q, before.bits - self.fixed.bits) for q in self.streams]
+        self.streams = [high for high, _ in pairs]
+        self.shifts[k] = (before, [rest for _, rest in pairs])
+        self._add(k, y)
+        if not self.range.fits(k + 1):
+            self.range.refuse(k + 1)
+
+    def _look(self, row: int, *values: Tensor) -> None:
+        """Note the largest magnitude; what is NaN stays NaN."""
+        ends = [end.to(self.fixed.work).abs() for v in values if v.numel() for end in torch.aminmax(v)]
+        if ends:
+            self.range.rows[row].copy_(torch.stack(ends).amax())
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """x with the strides of a fresh tensor, also where a size of 1 leaves them open: convolutions choose by strides."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,186 @@
+"""The pass: one forward run over a stack of blocks, whatever the scheme, each block remembered in its way.
+
+    run = Pass(state, x0, reversed=24, kept=0)
+    for block in blocks:
+        run.step(block, extra)
+    run.finish()                    # x_K
+
+From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the inputs of the next,
+and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take the same integer steps, so the way
+changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import Checks
+from .deferred import Deferred, check_capturable
+from .inputs import check_output
+from .momentum import FORMS
+from .nodes import Enter, Leave, Rejoin, SameThread, Step, applied, observed
+from .parts import Memo
+from .replay import Call, Extra, Frame
+from .residual import Residual
+from .scheme import State
+from .tape import Kept, Tape
+
+Block = Callable[..., Any]
+Look = Callable[[int, Frame, list[Tensor]], None]
+
+
+class Pass:
+    """A pass in progress. `x` is the next block's input.
+
+    Args:
+        state: the scheme's state at layer 0, or a `Residual`.
+        x0: the network's input.
+        depth: how many blocks there will be.
+        reversed: how many blocks, from the first on, recall their input from the state.
+        kept: how many of the next keep their input. The others keep all their tensors.
+        verify: "auto", "strict" or "off": see `checks`.
+        memo: what is known of the blocks from earlier passes.
+        deferred: where checks on an accelerator are told.
+        check: what a block's output must pass.
+        look: shown k, the frame and the tensors that block k would keep, for every block that does not keep them.
+    """
+
+    def __init__(
+        self, state: State | Residual, x0: Tensor, depth: int, *, reversed: int = 0, kept: int = 0, verify: str = "off",
+        memo: Memo | None = None, deferred: Deferred | None = None, check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
+    ) -> None:  # fmt: skip
+        self.state: Any = state
+        self.depth = depth
+        self.reversed = reversed
+        self.kept = kept
+        self.verify = verify
+        self.memo = memo
+        self.deferred = Deferred() if deferred is None else deferred
+        self.look = look
+        self.k = 0
+        self.check = check
+        self.device = x0.device
+        self.plain = isinstance(state, Residual)
+        self.take = applied(Step)
+        self.tokens: list[Tensor] = []
+        self._record()
+        if self.plain or not self.tracked:
+            self.x = state.read()
+        else:
+            *tokens, self.x = Enter.apply(x0, state)
+            self.tokens = [*tokens, *(state.token() for _ in range(state.tokens - len(tokens)))]
+
+    def _record(self) -> None:
+        """See whether gradients are recorded, and prepare what that takes."""
+        self.tracked = torch.is_grad_enabled()
+        replayed = self.reversed + self.kept
+        self.checks = None
+        if self.tracked and replayed and self.verify != "off":
+            self.checks = Checks(self.depth, self.device, self.verify, self.deferred)
+        elif self.tracked and replayed:
+            check_capturable(self.verify, self.device)
+        if self.tracked and self.reversed:
+            self.state.reversible = True
+        self.tape = Tape(self.state, self.checks)
+
+    def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
+        """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
+        self._note_form(-1, form)
+        y = self._output(block, extra, -1, "velocity")
+        if self.tracked:
+            *self.tokens, self.x = self.take(y, self.state, -1, *self.tokens)
+        else:
+            self.x = self.state.advance(-1, y)
+
+    def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
+        """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
+        k = self.k
+        self._note_form(k, form)
+        if not self.plain and self.tape.at != k and self.state is self.tape.state:
+            self.tape.go_on_from(k)  # a backward pass has been here in between
+        if k == self.reversed and k:
+            self.state = self.state.fork()  # the tape stays here
+        x = self.x
+        y = self._output(block, extra, k, name or f"block {k}")
+        if self.plain:
+            self.x = self.state.advance(k, y)
+        elif self.tracked:
+            if observed(x) or (x.grad_fn is None and x.requires_grad):
+                self.rejoin(x)
+            if torch.is_autocast_enabled(self.device.type):
+                torch.clear_autocast_cache()  # NOTE 7 of `replay`: or weights cast for the block are held to the end of forward
+            *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
+        else:
+            self.x = self.state.advance(k, y)
+        self.k = k + 1
+        if self.state is self.tape.state:
+            self.tape.at = self.k
+        return self.x
+
+    def resume(self, x: Tensor, through: bool) -> None:
+        """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
+        self.x = x
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "the blocks before were run in inference_mode, whose tensors cannot be gone on with outside of it. Use torch.no_grad()."
+            )
+        if self.plain or not torch.is_grad_enabled():
+            return
+        if not self.tracked:  # so far: the blocks before have no part in gradients
+            self._record()
+            self.tape.at = self.k
+            self.state.gradient.thread = SameThread() if x.is_cuda else None
+            self.tokens = [self.state.token() for _ in range(self.state.tokens)]
+            through = True
+        if through:
+            self.rejoin(x)
+
+    def rejoin(self, x: Tensor) -> None:
+        """Lead all of the gradient of the next block's input through x."""
+        at = self.state.token_of(self.k)
+        self.tokens[at] = Rejoin.apply(self.tokens[at], x, self.state)
+        self.state.gradient.observed.add(self.k)
+
+    def finish(self) -> Tensor:
+        """The last x."""
+        x = self.x
+        return x if self.plain else self._end(x)
+
+    def rest(self) -> Tensor:
+        """What the state holds besides: v, or both streams in one."""
+        return self._end(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
+
+    def _note_form(self, k: int, form: str | None) -> None:
+        if form is not None and not self.plain:
+            self.state.gradient.forms[k] = FORMS.index(form)
+
+    def _end(self, result: Tensor) -> Tensor:
+        return self.state.range.or_nan(result)
+
+    def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
+        """Run a block for the first time, remembered in its way."""
+        x = self.x
+        if not self.tracked or k >= self.reversed + self.kept:
+            return self.check(block(x, *extra.args, **extra.kwargs), x, name)
+        reverses = 0 < self.reversed > k
+        kept = None if reverses else Kept(x.detach())
+        call = Call(block, extra, name, memo=self.memo)
+        frame = Frame(call, self.tape if kept is None else kept, k, self.checks)
+        y = self.check(frame.run(x, None if self.look is None else partial(self.look, k, frame)), x, name)
+        if kept is None:
+            self.tape.calls[k] = call
+            if frame.shapes and self.tape.lowest is None:
+                self.tape.lowest = k
+            self.tape.stands_before(k)
+        elif self.plain:
+            call.refuse_writes()
+        elif frame.shapes and self.state.narrow:
+            kept.hold_integers(self.state.x, self.state.fixed, self.state.dtype)
+        elif call.writes:  # to its input
+            kept.hold(self.state.read())
+        return y

@@ -1,0 +1,454 @@
+"""The momentum scheme [sander2021, eq. 2 and 3], in integers.
+
+    forward   v ← γ·v + gain·f(x)     x ← x + ⌊v⌉
+    inverse   x ← x − ⌊v⌉             v ← (v − gain·f(x)) / γ
+
+x and v are fixed-point integers (⌊v⌉ is v without its guard digits) and γ·v is an exactly reversible multiplication, so the inverse
+recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1. What a block computes is its form:
+
+    "branch"   f(x)
+    "block"    x + f(x)
+    "relu"     f(x), of a network x ← relu(x + f(x)); so f above is relu(x + f(x)) − x
+
+The step is linear in x and v, so its gradient needs no values. With s = gx + gv:
+
+    gy = gain·s      gv ← γ·s      gx ← gx            (gx ← gx − gy for form "block"; for "relu" where the relu stops its input)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.buffers import buffers
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.hash import digest
+from ..arithmetic.kernels import kernels_for, with_address
+from ..arithmetic.ratio import gain
+from ..arithmetic.reference import carried, scaled, unpacked
+from ..errors import ReplayError
+from .nodes import SameThread, keeps_graph, traced
+from .range import MOST_GUARD, PassRange, shifted, unshifted
+
+FORMS = ("branch", "block", "relu")
+"""By number in the kernels."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What one momentum network computes, apart from its blocks."""
+
+    gammas: tuple[Fraction, ...]
+    form: str
+    narrow: bool = False  # x and v are held in 16 bits
+
+    def __reduce__(self) -> Any:
+        return Recurrence, (self.gammas, self.form, self.narrow)
+
+    @cached_property
+    def factors(self) -> list[tuple[int, int, float, float]]:
+        """n, d, γ and the factor on f, layer by layer."""
+        return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
+
+    @cached_property
+    def carried(self) -> list[tuple[float, float, float]]:
+        """In units of gy of layer k: gv before it; gx where gv after it was 0; the same where a relu passed its input.
+
+        The entry after the last is for v's own gradient.
+        """
+        less = self.form != "branch"
+        units = [(gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors]
+        return [*units, (1.0, 0.0, 0.0)]
+
+    @cached_property
+    def most_guard(self) -> int:
+        """How many guard digits v may have: v is at most Σ gain times the largest f, so near γ = 1 it is smaller still."""
+        reach = min(1.0, sum(factor for *_, factor in self.factors))
+        return MOST_GUARD + math.ceil(math.log2(1 / reach)) if reach else MOST_GUARD
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether a step is that of a plain residual network (γ = 0): it forgets v and cannot be undone."""
+        return 0 in self.gammas
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Memory plans worked out for it (`memory.modes.leanest`)."""
+        return {}
+
+    @cached_property
+    def begins(self) -> dict[int, torch.dtype | None]:
+        """Where the information buffers begin, and their dtypes."""
+        return buffers(self.gammas)
+
+
+class MomentumGradient:
+    """The gradient of a step.
+
+    gv is a multiple of gy, which the block is given anyway. So what comes for token v *is* gy of the step that took it, and gv is γ/gain
+    times that. At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left out, and the step before makes it.
+    What a block's backward pass holds besides its own tensors is one array, and none in the last block.
+
+    Attributes:
+        masks: by layer, where its relu passed its input, one bit an element.
+        versions: by layer, that of the gy which its block was given, before the block had it.
+        output_dtypes: by layer, of the blocks' outputs.
+        forms: by layer, what its block computes, where it is not the form of the recurrence.
+        observed: layers whose input somebody looks at (`nodes.Rejoin`): there gx is given in full.
+    """
+
+    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, kernels: Any, thread: SameThread | None) -> None:
+        self.recurrence = recurrence
+        self.dtype = dtype
+        self.kernels = kernels
+        self.thread = thread
+        self.form = FORMS.index(recurrence.form)
+        self.strides: tuple[int, ...] = ()
+        self.masks: dict[int, Tensor] = {}
+        self.forms: dict[int, int] = {}
+        self.observed: set[int] = set()
+        self.versions: dict[int, int] = {}
+        self.output_dtypes: dict[int, torch.dtype] = {}
+
+    def form_of(self, k: int) -> int:
+        """What block k computes, by its number among `FORMS`."""
+        return self.forms.get(k, self.form)
+
+    def vjp(
+        self, k: int, tokens: list[Tensor | None], d: Tensor | None, wanted: list[bool]
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
+        p, h = tokens
+        if k < 0:
+            return self._launched(p, h, d)
+        if p is None and h is None and d is None:
+            return [None, None], None
+        if h is not None and h._version != self.versions.get(k + 1, h._version):
+            raise ReplayError(
+                "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). "
+                "Return a changed copy instead."
+            )
+        given = next(g for g in (d, h, p) if g is not None)
+        d = given.new_zeros(()).expand(given.shape) if d is None else with_address(d)
+        factors = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], self.form_of(k))
+        after = self.masks.get(k + 1) if p is None and h is not None else None
+        mask = self._mask(k)
+        left_out = p is None and h is None and wanted[1] and k > 0
+        if traced(p, h, d):
+            passed, passed_after = (None if m is None else unpacked(m, d.shape, self.strides) for m in (mask, after))
+            out, g = carried(p, h, d, factors, passed, passed_after)
+            gy = g.to(self.dtype)
+            self.versions.pop(k, None)
+            block = g if passed is None else torch.where(passed, g, 0)
+            gx = self._left_out(k, gy, mask) if left_out else out.to(self.dtype)
+            return [gx, gy if wanted[1] else None], block
+        gy = torch.empty_like(d, dtype=self.dtype)
+        if mask is not None or after is not None:  # their bits are in the order of the state
+            gy = d.new_empty_strided(d.shape, self.strides, dtype=self.dtype)
+        into = None
+        if p is not None and p.stride() == gy.stride():
+            into = p  # an array of ours, made one step before
+        elif not left_out:
+            into = torch.empty_like(gy)
+        cast = gy
+        if self.output_dtypes[k] != self.dtype or mask is not None:
+            cast = torch.empty_like(gy, dtype=self.output_dtypes[k])
+        self.kernels.carry(p, h, d, factors, into, gy, cast, mask, after)
+        if not wanted[1]:
+            return [into, None], cast
+        self.versions[k] = gy._version
+        return [self._left_out(k, gy, mask) if left_out else into, gy], cast
+
+    def enter(self, tokens: list[Tensor | None], d: Tensor | None) -> Tensor | None:
+        """Of x₀."""
+        return add(tokens[0], d, self.dtype)
+
+    def leave(self, gradient: Tensor) -> list[Tensor | None]:
+        """Of (token x, token v), from that of v as a float."""
+        return [None, gradient.to(self.dtype)]
+
+    def _launched(self, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[list[Tensor | None], Tensor | None]:
+        """Of the step that set v₀ = f(x₀)."""
+        gx = add(p, d, self.dtype)
+        if h is None:
+            return [gx, None], None
+        gv = h * self.recurrence.carried[0][0]
+        form = self.form_of(-1)
+        if form == 0:
+            return [gx, None], gv
+        if form == 1:
+            return [add(gx, -gv, self.dtype), None], gv
+        passed = unpacked(self._kept(-1), gv.shape, self.strides)
+        return [add(gx, -torch.where(passed, 0, gv), self.dtype), None], torch.where(passed, gv, 0)
+
+    def _mask(self, k: int) -> Tensor | None:
+        return self._kept(k) if self.form_of(k) == 2 else None
+
+    def _kept(self, k: int) -> Tensor:
+        """A mask; those above it are let go of, unless the graph is to be run through again."""
+        if k not in self.masks:
+            raise RuntimeError(
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+            )
+        if not keeps_graph():
+            self.masks.pop(k + 2, None)
+            if k == 0:
+                self.masks.pop(1, None)
+                return self.masks.pop(0)
+        return self.masks[k]
+
+    def _left_out(self, k: int, gy: Tensor, mask: Tensor | None) -> Tensor | None:
+        """gx where the step before can make it from gy: None; where somebody looks at x: gx itself."""
+        if k not in self.observed:
+            return None
+        _, e, e1 = self.recurrence.carried[k]
+        return scaled(gy, e, e1, None if mask is None else unpacked(mask, gy.shape, self.strides))
+
+
+def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """a + b in this dtype, into a's memory where no graph is made of it; b is never written to."""
+    if a is None or b is None:
+        return a if b is None else b.to(dtype, copy=True)
+    return a + b if traced(a, b) else a.add_(b)
+
+
+@dataclass
+class Shift:
+    """Where the range was widened before a step: the fixed point before it, and the bits that were shifted out."""
+
+    before: FixedPoint
+    after: FixedPoint
+    rest_x: Tensor
+    rest_v: Tensor
+
+    @property
+    def by(self) -> tuple[int, int]:
+        """Bits that x and v were shifted by."""
+        before, after = self.before, self.after
+        return before.bits - after.bits, before.bits + before.guard - after.bits - after.guard
+
+
+class Momentum:
+    """x, v and the information buffers of one forward pass; a `scheme.State`.
+
+    Args:
+        x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
+        seen: the range of the pass.
+        reversible: keep every buffer, so that the steps can be undone; otherwise only the current one.
+    """
+
+    tokens = 2
+    entered = 1
+
+    def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
+        self.recurrence = recurrence
+        self.range = seen
+        self.reversible = reversible
+        self.dtype = x0.dtype
+        self.begins = recurrence.begins
+        self.buffers: list[Tensor | None] = []
+        self.shifts: dict[int, Shift] = {}
+        self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
+        self.kernels = kernels_for(x0)
+        fixed = seen.fixed
+        # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
+        dtype = x0.dtype if x0.dtype == torch.bfloat16 else fixed.work
+        thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
+        self.gradient = MomentumGradient(recurrence, dtype, self.kernels, thread)
+        self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
+        x0 = x0.detach()
+        self.x = torch.empty_like(x0, dtype=fixed.dtype)
+        self.start: Tensor | None = self._float()
+        self.kernels.encode(x0, 2.0**fixed.bits, 2.0**-fixed.bits, self.x, self.start, seen.rows[0], 1)
+        if not seen.fits(0):
+            seen.refuse(0)
+        self.v = torch.zeros_like(self.x)
+        self.gradient.strides = self.x.stride()
+
+    @property
+    def fixed(self) -> FixedPoint:
+        """The fixed point of x and v now."""
+        return self.range.fixed
+
+    @property
+    def narrow(self) -> bool:
+        """Whether x takes fewer bytes than as a float."""
+        return self.x.element_size() < self.dtype.itemsize
+
+    def token(self) -> Tensor:
+        return self.blank.detach()
+
+    def token_of(self, k: int) -> int:
+        return 0
+
+    def read(self) -> Tensor:
+        """x as a float."""
+        out, self.start = self.start, None  # x₀ is decoded already, when the pass begins
+        if out is None:
+            out = self._float()
+            self.kernels.decode(self.x, 2.0**-self.fixed.bits, out)
+        return out
+
+    def rest(self) -> Tensor:
+        """v as a float."""
+        return self._float().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
+
+    def advance(self, k: int, y: Tensor) -> Tensor:
+        """Take step k; with k = −1, set v to f of an output y."""
+        if k < 0:
+            return self._launch(y)
+        if k in self.begins:
+            dtype = self.begins[k]
+            self.buffers = self.buffers if self.reversible else []
+            self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
+        out = self._float()
+        mask = None
+        if self.gradient.form_of(k) == 2:
+            mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
+            self.gradient.masks[k] = mask
+        self.gradient.output_dtypes[k] = y.dtype
+        self._take(k, y, out, mask)
+        if not self.range.fits(k + 1):
+            self._widen(k, y, out, mask)
+        return out
+
+    def pull(self, k: int) -> Tensor:
+        """First half of undoing step k; with k = −1, the input that v₀ was made of (nothing is undone)."""
+        out = self._float()
+        if k < 0:
+            shift = self.shifts.get(k)
+            x = self.x if shift is None else unshifted(self.x, shift.rest_x, shift.by[0])
+            self.kernels.decode(x, 2.0 ** -(self.fixed if shift is None else shift.before).bits, out)
+            return out
+        self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
+        if k in self.shifts:
+            shift = self.shifts[k]
+            self.x = unshifted(self.x, shift.rest_x, shift.by[0])
+            self.kernels.decode(self.x, 2.0**-shift.before.bits, out)
+        return out
+
+    def retreat(self, k: int, y: Tensor) -> None:
+        self._retreat(k, y, None)
+
+    def recede(self, k: int, y: Tensor) -> Tensor:
+        if k in self.shifts or k - 1 in self.shifts:
+            self._retreat(k, y, None)
+            return self.pull(k - 1)
+        out = self._float()
+        self._retreat(k, y, out)
+        return out
+
+    def _take(self, k: int, y: Tensor, out: Tensor, mask: Tensor | None) -> None:
+        buffer, arguments, guard = self.buffers[-1], self._step(k, y), self.fixed.guard
+        self.kernels.advance(self.x, self.v, buffer, *arguments, guard, out, self.range.rows[k + 1], mask)
+
+    def _retreat(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        shift = self.shifts.get(k)
+        x = self.x if shift is None else shifted(self.x, shift.by[0])[0]
+        self.kernels.retreat(x, self.v, self.buffers[-1], *self._step(k, y), self.fixed.guard, out)
+        if shift is not None:
+            self.v = unshifted(self.v, shift.rest_v, shift.by[1])
+            self.range.fixed = shift.before
+        if k in self.begins:
+            self.leftover = self.buffers.pop()
+
+    def _widen(self, k: int, y: Tensor, out: Tensor, mask: Tensor | None) -> None:
+        """Step k left the range. Undo it, shift the state to a wider range, take it again."""
+        f = float(y.detach().abs().amax())
+        if self.range.given or not math.isfinite(f):
+            self.range.refuse(k + 1)
+            return
+        before = self.fixed
+        self.kernels.pull(self.x, self.v, 2.0**-before.bits, before.guard, out)
+        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._step(k, y), before.guard, None)
+        x = float(self.x.abs().amax()) * 2.0**-before.bits
+        v = float(self.v.abs().amax()) * 2.0 ** -(before.bits + before.guard)
+        _, _, gamma, factor = self.recurrence.factors[k]
+        v1 = gamma * v + factor * (f + (x if self.gradient.form_of(k) else 0.0))
+        shift = Shift(before, self.range.widened(x + v1, v1), self.x, self.v)
+        self.x, shift.rest_x = shifted(self.x, shift.by[0])
+        self.v, shift.rest_v = shifted(self.v, shift.by[1])
+        if self.reversible:
+            self.shifts[k] = shift
+        self.range.fixed = shift.after
+        self._take(k, y, out, mask)
+        if not self.range.fits(k + 1):  # x does not fit its float
+            self.range.refuse(k + 1)
+
+    def _launch(self, y: Tensor) -> Tensor:
+        """Set v to f of y, an output on x₀."""
+        gradient = self.gradient
+        form = gradient.form_of(-1)
+        x0 = self.read()
+        v0 = y.detach()
+        if form:
+            seen = x0.to(self.fixed.work)
+            if form == 2:
+                v0 = torch.relu((seen + v0.to(seen.dtype)).to(v0.dtype))
+                bits = torch.empty_like(self.x, dtype=torch.uint8).copy_(~(v0 <= 0)).as_strided((self.x.numel(),), (1,))
+                eights = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+                gradient.masks[-1] = (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+            v0 = v0.to(seen.dtype) - seen
+        fixed = self.fixed
+        if not self.range.given and self.range.looks and v0.numel() and bool(v0.isfinite().all()):
+            x = float(self.x.abs().amax()) * 2.0**-fixed.bits
+            fixed = self.range.widened(x, float(v0.abs().amax()))
+            if fixed != self.fixed:
+                shift = Shift(self.fixed, fixed, self.x, self.v)
+                self.x, shift.rest_x = shifted(self.x, shift.by[0])
+                self.shifts[-1] = shift
+                self.range.fixed = fixed
+                x0 = self.read()
+        scale = 2.0 ** (fixed.bits + fixed.guard)
+        self.kernels.encode(v0, scale, 2.0**-fixed.bits, self.v, None, self.range.rows[0], 0)
+        if not self.range.fits(0):
+            self.range.refuse(0)
+        return x0
+
+    def hash(self) -> Tensor:
+        return digest(self.v)
+
+    def rewound(self, v0: Tensor | None) -> bool:
+        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
+        moved = self.v if v0 is None else self.v - v0
+        return not moved.any() and (self.leftover is None or not self.leftover.any())
+
+    def copy(self) -> Momentum:
+        """A copy that can be moved alone."""
+        other = copy.copy(self)
+        other.x = self.x.clone()
+        other.v = self.v.clone()
+        other.range = copy.copy(self.range)
+        other.shifts = dict(self.shifts)
+        other.buffers = [None if b is None else b.clone() for b in self.buffers]
+        return other
+
+    def fork(self) -> Momentum:
+        other = self.copy()
+        other.reversible = False
+        other.buffers = other.buffers[-1:]
+        other.shifts = {}
+        return other
+
+    def free(self) -> None:
+        self.buffers = []
+        self.shifts = {}
+        self.leftover = None
+        self.start = None
+        del self.x, self.v
+
+    def _float(self) -> Tensor:
+        return torch.empty_like(self.x, dtype=self.dtype)
+
+    def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
+        n, d, _, factor = self.recurrence.factors[k]
+        fixed = self.fixed
+        scale = factor * 2.0 ** (fixed.bits + fixed.guard)
+        return with_address(y.detach()), self.dtype, n, d, scale, 2.0**-fixed.bits, self.gradient.form_of(k)

@@ -1,0 +1,135 @@
+"""Autograd nodes: tokens carry gradients, integers carry values.
+
+Each node moves the integer state and hands out tokens without storage in its place, so that autograd sees the recurrence without holding
+any of it. A node's float output is the next block's input. The same nodes serve every scheme (`scheme`).
+
+    Enter    (x₀)            → a token, float x₀
+    Step     (y, tokens)     → tokens, float x
+    Leave    (tokens)        → what the state holds besides: v, or both streams
+    Rejoin   (token, float)  → a token
+
+The float x of a layer is given only the gradient that comes through the block it goes into; the rest of its gradient goes by the token.
+Where somebody looks at the gradient of x (a hook, `retain_grad`), or x comes back as another tensor, `Rejoin` leads all of it through the
+float. In float32 and float64 that changes no bit; in 16 bits it rounds the sum as x is rounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.autograd import Function
+
+from .scheme import State
+
+
+class Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x0: Tensor, state: State) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x0.dtype
+        ctx.gradient = state.gradient
+        tokens = [state.token() for _ in range(state.entered)]
+        return *tokens, state.read()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        *tokens, d = gradients
+        gx = ctx.gradient.enter(tokens, d)
+        return (None if gx is None else gx.to(ctx.dtype)), None
+
+
+class Step(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, state: State, k: int, *tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.k = k
+        ctx.dtype = y.dtype
+        ctx.gradient = state.gradient
+        x = state.advance(k, y)
+        return *[state.token() for _ in range(state.tokens)], x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tokens, d = gradients
+        given, gy = ctx.gradient.vjp(ctx.k, tokens, d, ctx.needs_input_grad[3:])
+        return (None if gy is None else gy.to(ctx.dtype)), None, None, *given
+
+
+class Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, state: State, *tokens: Tensor) -> Tensor:
+        ctx.gradient = state.gradient
+        return state.rest()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradient.leave(gradient)
+
+
+class Rejoin(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor, state: State) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x.dtype
+        return state.token()
+
+    @staticmethod
+    def backward(ctx: Any, p: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if p is None:
+            return None, None, None
+        return p.new_zeros(()).expand(p.shape), p.to(ctx.dtype), None  # None would say that gx was left out
+
+
+def applied(node: type[Function]) -> Any:
+    """`node.apply`; where no function transform is active, without the look-up of one at every call."""
+    return node.apply if torch._C._are_functorch_transforms_active() else super(Function, node).apply  # type: ignore[misc]
+
+
+def observed(x: Tensor) -> bool:
+    """Whether somebody looks at the gradient of x, or changes it. The hooks of FSDP2 and our own do neither."""
+    hooks = x._backward_hooks
+    return x.retains_grad or bool(hooks and not all(map(_harmless, hooks.values())))
+
+
+def _harmless(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(("torch.distributed.", "retrograde."))
+
+
+def traced(*gradients: Tensor | None) -> bool:
+    """Whether the backward pass is itself differentiated or vectorised, so that nothing may be done in place."""
+    return torch.is_grad_enabled() or any(
+        g is not None and (is_batchedtensor(g) or is_legacy_batchedtensor(g)) for g in gradients
+    )
+
+
+def keeps_graph() -> bool:
+    """Whether the graph may be run through again after this backward pass."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class SameThread:
+    """While one is alive, backward passes started on this thread also run on it.
+
+    NOTE 6 (same thread). cuDNN autotunes per thread, and autograd runs CUDA work on threads of its own: with `cudnn.benchmark` a replay
+    there could pick another algorithm and other bits. The setting is put back when the graph that holds this object goes; backward
+    itself restores, on its way out, the setting it was started with.
+    """
+
+    alive = threading.local()
+
+    def __init__(self) -> None:
+        self.owner = threading.get_ident()
+        self.alive.count = getattr(self.alive, "count", 0) + 1
+        if self.alive.count == 1:
+            self.alive.before = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
+
+    def __del__(self) -> None:
+        if threading.get_ident() == self.owner:
+            self.alive.count -= 1
+            if self.alive.count == 0:
+                torch._C._set_multithreading_enabled(self.alive.before)

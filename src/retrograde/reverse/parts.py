@@ -1,0 +1,136 @@
+"""What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
+
+Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may depend on.
+A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+_training = attrgetter("training")
+STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
+"""Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
+
+
+class Parts:
+    """The parts of a block as they are now."""
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self.of, self.inner = ref(modules[0]) if modules else None, modules[1:]  # a memo does not keep its blocks alive
+        self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
+        self.contents = self._contents()  # modes first
+        moving = {m for m in modules if _has_statistics(m)}
+        self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
+        self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
+        self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
+        # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
+        self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]
+        self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        tensors = [*self.parameters, *(b for _, own in self.buffers for b in own.values() if b is not None)]
+        self.settled = not any(map(is_lazy, tensors))
+        self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
+        self.modes = [(m.__dict__, {"training": m.training}) for m in modules]
+        self.fingerprints: dict[Any, list[int]] = {}  # by what the block saves: which tensors are compared (`checks`)
+
+    def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Dictionaries of the modules, and what is to stand in them while the block is run again.
+
+        Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes, buffers, parameters)
+        stands there as it was.
+
+        Args:
+            fresh: scratch memory of its own, for a graph of the backward pass keeps it.
+        """
+        own = [of for of, _ in self.statistics]
+        replay = [{name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics]
+        if not self.unchanged():
+            before = [*self.modes, *self.buffers, *self.registered]
+            own += [of for of, _ in before]
+            replay += [was for _, was in before]
+        return own, replay
+
+    @property
+    def root(self) -> nn.Module | None:
+        return None if self.of is None else self.of()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        root = self.root
+        return self.inner if root is None else (root, *self.inner)
+
+    def unchanged(self) -> bool:
+        """Whether all of it is still there, in the same mode."""
+        now = self._contents()
+        return len(now) == len(self.contents) and all(map(is_, now, self.contents))
+
+    def _contents(self) -> list[Any]:
+        return [*map(_training, self.modules), *chain.from_iterable(self.views)]
+
+
+class Memo(dict[str, Parts]):
+    """What a network knows of its blocks, by their names. Copies and pickles of it are empty."""
+
+    def __reduce__(self) -> Any:
+        return Memo, ()
+
+
+def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
+    """The parts of a module, or of anything with `modules()`; a function has none."""
+    known = None if memo is None else memo.get(name)
+    root = block if isinstance(block, nn.Module) else next(block.modules(), None) if hasattr(block, "modules") else None
+    if known is not None and known.root is root and known.unchanged():
+        return known
+    parts = Parts(() if root is None else tuple(root.modules()))
+    if memo is not None and parts.settled:
+        memo[name] = parts
+    return parts
+
+
+def _plain(module: nn.Module) -> bool:
+    return all(p is None or type(p) in (Tensor, nn.Parameter) for p in module._parameters.values())
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether running the module moves running statistics on which its output does not depend."""
+    if not isinstance(module, _NormBase) or not module.training or not module.track_running_stats:
+        return False
+    return type(module).forward in STATISTICS_ONLY
+
+
+@contextmanager
+def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the modules work on copies of their buffers for a while."""
+    own = [m._buffers for m in modules if m._buffers]
+    originals = [dict(entries) for entries in own]
+    try:
+        for entries in own:
+            entries.update({name: b if b is None else b.clone() for name, b in entries.items()})
+        yield
+    finally:
+        for entries, original in zip(own, originals, strict=True):
+            entries.update(original)
+
+
+def _scratch(statistics: Tensor | None) -> Tensor | None:
+    """Somewhere to put running statistics that nobody will read."""
+    if statistics is None or type(statistics) is not Tensor:  # a tensor without values (FakeTensor) is not to be kept
+        return None if statistics is None else torch.zeros_like(statistics)
+    return _scratch_like(statistics.shape, statistics.dtype, statistics.device)
+
+
+@lru_cache(maxsize=64)
+def _scratch_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,272 @@
+"""One run of one block that can be run again to the bit, and the hooks by which autograd finds what it saved.
+
+A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for a saved tensor, the
+block's input is recalled, the block is run again, and its tensors are handed out. The graph is the genuine one, so everything that works
+with autograd works here.
+
+What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random numbers, autocast.
+A `Call` notes all of these at the first run, puts back what has changed since, and checks that no tensor was changed in place.
+
+NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gathered the parameters by then.
+NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
+NOTE 3 (not a leaf). The replayed input is not a leaf, and requires a gradient exactly when the first one did.
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a replay, and restored
+    after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C cannot come in between.
+NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
+NOTE 6 (same thread). See `nodes.SameThread`.
+NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast are freed after
+    each block.
+NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
+NOTE 9 (detected). A replay that differs from the first run is an error: see `checks`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ReplayError
+from .parts import Memo, parts_of
+from .rng import Generators, Undrawn, shared
+
+Autocast = list[tuple[str, bool, torch.dtype, bool]]
+version = attrgetter("_version")
+_all_at_once = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end in one call into C."""
+_ADVICE = "So the block cannot be run again as it was. Change it before the forward or after the backward pass, or use memory='store'."
+WHEN_NOT_REPEATED = (
+    "Make it deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
+    "torch.use_deterministic_algorithms(True)), or keep its activations with memory='store'."
+)
+
+
+class Extra:
+    """The inputs that every block of a network gets besides x."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        leaves = tree_leaves((args, kwargs)) if args or kwargs else ()
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        self.watched = [t for t in self.tensors if not t.is_inference()]
+        self._around: tuple[Generators, Autocast] | None = None
+
+    def around(self, x: Tensor) -> tuple[Generators, Autocast]:
+        """The generators that a block may draw from, and how autocast is set."""
+        if self._around is None:
+            devices = tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
+            self._around = Generators(devices, self.generators), _autocast_state(x.device.type)
+        return self._around
+
+
+class Enough(BaseException):
+    """A replay has all it is run for. Not an `Exception`: blocks may catch those."""
+
+
+class Call:
+    """A block, what it was run with, and how to run it again."""
+
+    def __init__(self, block: Any, extra: Extra, name: str, memo: Memo | None = None) -> None:
+        self.block = block
+        self.extra = extra
+        self.name = name
+        self.parts = parts_of(block, name, memo)
+        self.takes_gradients = False  # inside its own forward
+        self.watched = self.parts.watched + extra.watched if extra.watched else self.parts.watched
+
+    def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
+        self.versions = list(map(version, self.watched))
+        self.generators, self.autocast = self.extra.around(x)
+        self.requires_grad = x.requires_grad
+        self.places = shared(self.generators.places())
+        self.recorded = torch.is_grad_enabled()
+        before = x._version
+        with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
+            y = self.block(x, *self.extra.args, **self.extra.kwargs)
+        self.writes = x._version != before
+        self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
+        replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
+        if replaced:
+            raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
+        return y
+
+    def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
+        """Run the block as it was run first, on a fresh x; its output.
+
+        Args:
+            saved: receives the tensors that autograd wants saved.
+            wanted: stop, without an output, at this number of them.
+        """
+        self._check_unchanged("a parameter, buffer or extra input of {} was changed after its forward pass")
+
+        def pack(t: Tensor) -> int:
+            saved.append(t)
+            if len(saved) == wanted:
+                raise Enough
+            return len(saved) - 1
+
+        hook = saved.append if wanted is None and not self.takes_gradients else pack
+        grad = torch.is_grad_enabled()
+        now = self.generators.places()
+        own, replay = self.parts.exchanged(fresh=grad)
+        original = [{name: entries[name] for name in other if name in entries} for entries, other in zip(own, replay, strict=True)]
+        surroundings = self._autocast_as_it_was(x)
+        try:  # NOTE 4
+            try:
+                try:
+                    _all_at_once(map(dict.update, own, replay))
+                    self.generators.put(self.places)
+                    torch._C._set_grad_enabled(self.recorded)
+                    with surroundings, saved_tensors_hooks(hook, saved.__getitem__):
+                        x = x.requires_grad_(self.requires_grad)
+                        x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
+                        y = self.block(x, *self.extra.args, **self.extra.kwargs)
+                except Enough:
+                    return None
+                finally:
+                    _all_at_once(map(dict.update, own, original))
+            finally:
+                torch._C._set_grad_enabled(grad)
+        finally:
+            torch.clear_autocast_cache()  # NOTE 7
+            self.generators.put(now)
+        return y.detach()
+
+    def refuse_writes(self) -> None:
+        """Raise if the block wrote to its input, which is to be kept as it was."""
+        if self.writes:
+            raise ReplayError(f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it.")
+
+    def _autocast_as_it_was(self, x: Tensor) -> Any:
+        now = _autocast_state(x.device.type)
+        changed = [setting for setting in self.autocast if setting not in now]
+        if not changed:
+            return nullcontext()
+        stack = ExitStack()
+        for device, enabled, dtype, cache in changed:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+        return stack
+
+    def _check_unchanged(self, problem: str) -> None:
+        now = list(map(version, self.watched))
+        if now != self.versions:
+            shapes = (t.shape for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
+            raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
+
+
+class Source(Protocol):
+    """Where a block's input comes from when it is run again: a `tape.Tape`, or a `tape.Kept` input."""
+
+    needs_output: bool
+    """Whether a replay must run to its end."""
+
+    def recall(self, k: int) -> Tensor: ...
+    def settle(self, k: int, y: Any, now: bool) -> None: ...
+    def abandon(self, k: int) -> None: ...
+    def pass_by(self, k: int) -> None: ...
+
+
+class Check(Protocol):
+    """What compares a replay with the first run: see `checks`."""
+
+    def note(self, k: int, call: Call, x: Tensor, saved: list[Tensor], y: Any) -> bool: ...
+    def compare(self, k: int, saved: list[Tensor], y: Any) -> None: ...
+
+
+class Frame:
+    """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked."""
+
+    def __init__(self, call: Call, source: Source, k: int, check: Check | None = None) -> None:
+        self.call = call
+        self.source = source
+        self.k = k
+        self.check = check
+        self.to_the_end = False  # whether a replay must give the output, for the check
+        self.eager = False  # whether the output may be changed by what runs before the next replay
+        self.shapes: list[torch.Size] = []
+        self.saved: list[Any] = []  # tensors, until they are asked for
+        self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
+
+    def run(self, x: Tensor, look: Callable[[list[Tensor]], None] | None = None) -> Any:
+        """Run the block for the first time. `look` is shown what a plain run would have kept."""
+        fresh = self.fresh
+        versions: list[int] = []
+
+        def pack(t: Tensor) -> int:
+            fresh.append(t)
+            versions.append(t._version)
+            return len(fresh) - 1
+
+        try:
+            y = self.call.first(x, pack, self.unpack)
+            if list(map(version, fresh)) != versions:
+                raise ReplayError(
+                    f"{self.call.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that "
+                    "is not in place."
+                )
+            self.shapes = [t.shape for t in fresh]
+            self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
+            if self.check is not None and fresh:
+                self.to_the_end = self.check.note(self.k, self.call, x, fresh, y)
+            if look is not None:
+                look(fresh)
+            if any(p._post_accumulate_grad_hooks for p in self.call.parts.parameters) and y.requires_grad:
+                self.eager = True  # the output may be a view of a parameter
+                y.register_hook(self.prepare)
+            return y
+        finally:
+            fresh.clear()
+
+    def unpack(self, index: int) -> Tensor:
+        if not self.saved or self.saved[index] is None:
+            if self.fresh:
+                self.call.takes_gradients = True
+                return self.fresh[index]
+            self.replay()
+        t = self.saved[index]
+        self.saved[index] = None
+        return t
+
+    def prepare(self, gradient: Tensor) -> None:
+        """Run the block again before any gradient of its parameters is there: an optimizer in backward would change them."""
+        if self.shapes and all(t is None for t in self.saved):
+            self.replay()
+        elif not self.shapes:
+            self.source.pass_by(self.k)  # NOTE 2
+
+    def replay(self) -> None:
+        saved: list[Tensor] = []
+        x = self.source.recall(self.k)
+        partial = not (self.source.needs_output or self.ends_saved or self.to_the_end)
+        try:
+            y = self.call.again(x, saved, len(self.shapes) if partial else None)
+            if [t.shape for t in saved] != self.shapes:
+                raise ReplayError(
+                    f"{self.call.name} did not repeat itself: run again in backward it saved {len(saved)} tensors for autograd, "
+                    f"against {len(self.shapes)} in forward, or tensors of other shapes. {WHEN_NOT_REPEATED}"
+                )
+            if self.check is not None:
+                self.check.compare(self.k, saved, y)
+            self.source.settle(self.k, y, self.eager)
+            self.saved = list(saved)
+        except BaseException:
+            self.source.abandon(self.k)
+            raise
+        finally:
+            saved.clear()  # NOTE 7: break the reference cycle saved tensor → hook → this list
+
+
+def _autocast_state(device: str) -> Autocast:
+    cache = torch.is_autocast_cache_enabled()
+    devices = ("cpu",) if device in ("cpu", "meta") else ("cpu", device)
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]

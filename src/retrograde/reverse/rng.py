@@ -1,0 +1,76 @@
+"""Random numbers drawn again: where the generators stand, and putting them back there.
+
+A block may draw inside `torch.random.fork_rng` and leave no trace, so the places are noted before every run. That has to
+cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's is 5 kB, and is shared
+between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator can be neither read nor set:
+blocks that draw from one are refused then (`Undrawn`), all others are captured as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ReplayError
+
+Places = tuple[list[tuple[int, int]], list[Tensor]]
+_latest: list[tuple[Tensor, Tensor]] = []  # the last state seen of the CPU's generator, and as words
+
+
+class Generators:
+    """Those that a block may draw from: the CPU's, the devices', and any that it is given."""
+
+    def __init__(self, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> None:
+        everyone = [torch.default_generator, *map(_default, devices), *given]
+        self.capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
+        self.counted = [g for g in everyone if g.device.type == "cuda" and not self.capturing]
+        self.others = [g for g in everyone if g.device.type != "cuda"]
+
+    def places(self) -> Places:
+        """Where they stand."""
+        return [(g.initial_seed(), g.get_offset()) for g in self.counted], [g.get_state() for g in self.others]
+
+    def put(self, places: Places) -> None:
+        """Let them stand there again."""
+        for g, (seed, offset) in zip(self.counted, places[0], strict=True):
+            if g.initial_seed() != seed:
+                g.manual_seed(seed)
+            g.set_offset(offset)
+        for g, state in zip(self.others, places[1], strict=True):
+            g.set_state(state)
+
+
+def _default(device: torch.device) -> Any:
+    """A device's own generator."""
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+def shared(places: Places) -> Places:
+    """The places, to be kept; that of the CPU's generator in the memory of the last one seen, if it is the same."""
+    counted, (state, *given) = places
+    if torch._C._len_torch_dispatch_stack():  # tensors may be without values: nothing can be compared
+        return places
+    words = state.view(torch.int64)
+    if not _latest or not torch.equal(_latest[0][1], words):
+        _latest[:] = [(state, words)]
+    return counted, [_latest[0][0], *given]
+
+
+class Undrawn(TorchDispatchMode):
+    """Refuses operators that draw random numbers on a CUDA device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout")) or given.get("train") is False
+            if not idle and any(isinstance(t, Tensor) and t.is_cuda for t in given.values()):
+                raise ReplayError(
+                    f"{func} draws random numbers while a CUDA graph is captured: use memory='store' for that."
+                )
+        return func(*args, **(kwargs or {}))

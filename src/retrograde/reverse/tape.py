@@ -1,0 +1,170 @@
+"""Where a block's input comes from when it is run again.
+
+`Kept`: it was kept. `Tape`: the state is rewound to it, one step after another as backward goes.
+
+    recall(k)        stand where x_k can be read; x_k
+    settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
+    seek(k)          run blocks, either way, until the state is that of layer k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.kernels import kernels_for
+from ..errors import ReplayError
+from .nodes import keeps_graph
+from .replay import Call
+from .scheme import State
+
+if TYPE_CHECKING:
+    from .checks import Checks
+
+
+class Kept:
+    """One block's input, kept: the float, which nobody may change, or a copy of its integers where these take fewer bytes."""
+
+    needs_output = False
+
+    def __init__(self, x: Tensor) -> None:
+        self.hold(x)
+
+    def hold(self, x: Tensor) -> None:
+        self.x = x
+        self.version = x._version
+        self.fixed: FixedPoint | None = None
+
+    def hold_integers(self, q: Tensor, fixed: FixedPoint, dtype: torch.dtype) -> None:
+        self.hold(q.clone())
+        self.fixed = fixed
+        self.dtype = dtype
+
+    def recall(self, k: int) -> Tensor:
+        if self.x._version != self.version:
+            raise ReplayError(f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead.")
+        x = self.x.detach()
+        if self.fixed is None:
+            return x
+        out = torch.empty_like(x, dtype=self.dtype)
+        kernels_for(x).decode(x, 2.0**-self.fixed.bits, out)
+        return out
+
+    def settle(self, k: int, y: Any, now: bool) -> None: ...
+    def abandon(self, k: int) -> None: ...
+    def pass_by(self, k: int) -> None: ...
+
+
+class Tape:
+    """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
+
+    needs_output = True
+
+    def __init__(self, state: State, checks: Checks | None) -> None:
+        self.state = state
+        self.checks = checks
+        self.calls: dict[int, Call] = {}
+        self.at = 0
+        self.pulled = False  # whether the first half of a step back is done
+        self.owed: Tensor | None = None  # the output of block `at`, with which the last step back is still to be finished
+        self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
+        self.marked: int | None = None  # the layer whose state was hashed on the way forward
+        self.lost = ""  # why there is nothing to go on from
+
+    def stands_before(self, k: int) -> None:
+        """Forward stands before block k, which has something to replay, or some block before it has."""
+        if self.checks is not None and self.marked is None and self.lowest is not None and k >= 0:
+            self.marked = k
+            self.checks.mark(self.state.hash())
+
+    def recall(self, k: int) -> Tensor:
+        if self.lost:
+            raise RuntimeError(self.lost)
+        if self.at <= k or k < 0:
+            self.seek(max(k, 0))
+            return self.state.pull(k) if k < 0 else self.state.read()
+        self.seek(k + 1, lazily=True)
+        return self._pull()
+
+    def settle(self, k: int, y: Tensor, now: bool) -> None:
+        if self.pulled:
+            self.pulled = False
+            self.at = k
+            self.owed = y
+        if k == self.lowest:
+            self._served()
+        self.seek(self.at, lazily=not now)
+
+    def pass_by(self, k: int) -> None:
+        """Go back past block k, which has nothing to replay, if that will be needed."""
+        if self.lowest is not None and self.lowest < k < self.at and not self.lost:
+            self.seek(k)  # to the end: what is owed may be a view of a parameter
+
+    def abandon(self, k: int) -> None:
+        """The replay of block k failed."""
+        if self.pulled:
+            self.lost = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+
+    def seek(self, k: int, lazily: bool = False) -> None:
+        while self.at > k:
+            x = self._pull()
+            y = self._output(self.at - 1, x)
+            self.pulled = False
+            self.at -= 1
+            self.owed = y
+        if self.owed is not None and not lazily:
+            y, self.owed = self.owed, None
+            self._whole(self.state.retreat, self.at, y)
+        while self.at < k:
+            self._whole(self.state.advance, self.at, self._output(self.at, self.state.read()))
+            self.at += 1
+
+    def go_on_from(self, k: int) -> None:
+        """Forward goes on from layer k, though a backward pass has been here in between."""
+        if self.lost:
+            raise RuntimeError(self.lost)
+        self.seek(k)
+
+    def _pull(self) -> Tensor:
+        y, self.owed = self.owed, None
+        x: Tensor = (
+            self._whole(self.state.pull, self.at - 1) if y is None else self._whole(self.state.recede, self.at, y)
+        )
+        self.pulled = True
+        return x
+
+    def _output(self, k: int, x: Tensor) -> Tensor:
+        """Block k again, for its output alone."""
+        saved: list[Tensor] = []
+        try:
+            return self.calls[k].again(x, saved)
+        except BaseException:
+            self.abandon(k)
+            raise
+        finally:
+            saved.clear()
+
+    def _whole(self, step: Callable[..., Any], *args: Any) -> Any:
+        """A step of the state; one that stops half-way leaves nothing to go on from."""
+        self.lost = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+        result = step(*args)
+        self.lost = ""
+        return result
+
+    def _served(self) -> None:
+        """The last block that has anything to replay has been replayed: the state must be what it was there."""
+        keep = keeps_graph()
+        if self.checks is not None and self.marked is not None:
+            self.seek(self.marked)
+            self.checks.rewound(self.state.hash())
+        if not keep:
+            self.state.free()
+            self.owed = None
+            self.lost = (
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first. (If it has run "
+                "once only, a Function in the first block reads ctx.saved_tensors twice: read it once, into variables.)"
+            )
