@@ -166,8 +166,7 @@ class MomentumNet(nn.Module):
                 y = block(x, *args, **kwargs)
                 held.retreat(k, check_output(y, x, f"block {k}"))
             x0 = held.pull(-1)
-            start = held.range.again(x0, len(self.blocks) + 1)
-            again = Pass(Momentum(x0, self.recurrence, start, reversible=False), x0, len(self.blocks))
+            again = Pass(Momentum(x0, self.recurrence, held.first_range(x0), reversible=False), x0, len(self.blocks))
             self._launch(again, Extra(args, kwargs))
         if not held.rewound(again.state.v):
             raise ValueError(

@@ -192,9 +192,7 @@ class Coupling:
 
     def first_range(self, x0: Tensor) -> PassRange:
         """A range like that with which this pass began."""
-        seen = self.range.again(x0, len(self.recurrence.squeezes) + 1)
-        seen.fixed = self.shifts[min(self.shifts)][0] if self.shifts else self.fixed
-        return seen
+        return self.range.again(x0, self.shifts[min(self.shifts)][0] if self.shifts else self.fixed)
 
     def hash(self) -> Tensor:
         return digest(self.streams[1], digest(self.streams[0]), 1)

@@ -420,6 +420,11 @@ class Momentum:
         moved = self.v if v0 is None else self.v - v0
         return not moved.any() and (self.leftover is None or not self.leftover.any())
 
+    def first_range(self, x0: Tensor) -> PassRange:
+        """At layer 0: a range like that with which this pass began."""
+        launched = self.shifts.get(-1)
+        return self.range.again(x0, self.fixed if launched is None else launched.before)
+
     def copy(self) -> Momentum:
         """A copy that can be moved alone."""
         other = copy.copy(self)

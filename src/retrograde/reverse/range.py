@@ -123,9 +123,9 @@ class PassRange:
         self.start = 0.0
         self.broken = False
 
-    def again(self, x0: Tensor, rows: int) -> PassRange:
-        """For another pass that begins with the fixed point in use."""
-        return PassRange(x0, self.fixed, rows, known=True, given=self.given, overflow="nan")
+    def again(self, x0: Tensor, fixed: FixedPoint) -> PassRange:
+        """For another pass like this one, beginning with this fixed point."""
+        return PassRange(x0, fixed, len(self.rows), known=True, given=self.given, overflow="nan")
 
     @property
     def limits(self) -> tuple[float, float]:
