@@ -112,8 +112,7 @@ class Stage:
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
                 "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
             )
-        strict = self.settings.verify == "strict"
-        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode, strict)
+        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode)
 
     @property
     def gamma(self) -> Fraction | tuple[Fraction, ...]:
