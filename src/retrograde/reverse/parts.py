@@ -43,7 +43,7 @@ class Parts:
         self.settled = not any(map(is_lazy, tensors))
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
         self.modes = [(m.__dict__, {"training": m.training}) for m in modules]
-        self.fingerprints: dict[Any, list[int]] = {}  # by what the block saves: which tensors are compared (`checks`)
+        self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
     def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
