@@ -28,7 +28,7 @@ from ..stack.inputs import check_surroundings
 from ..stack.planner import MODES
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.uncompiled import uncompiled
-from .inputs import check_input, choice, modules
+from .checks import check_input, choice, modules
 
 _SURVEY = FixedPoint(20, torch.int64)  # wide enough for any activations: |x| to 4e12, in steps of 1e-6
 
