@@ -135,7 +135,7 @@ class MomentumStage(nn.Sequential):
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
             )
         rectifies = form == "relu" or (form is None and other is None and len(kept) <= DEEPEST)
-        net = None
+        net: MomentumNet | None = None
         if kept and rectifies:
             net = RectifiedNet(kept, gamma, **options)
         elif kept:
