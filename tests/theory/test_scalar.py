@@ -27,6 +27,10 @@ def test_lambda_min_to_twelve_digits_from_1e_minus_3_to_1e3():
     assert worst < 1e-13  # what e^{−500} makes of one rounding of 1/(2ε) is 5.5e-14
 
 
+def test_where_G_is_smallest():
+    assert math.pi < minimiser(1e6) < minimiser(1.0) < minimiser(1e-6) < 4.4935  # where tan α = α
+
+
 def test_lambda_min_decreases_from_0_to_minus_1():
     values = [lambda_min(float(eps)) for eps in np.logspace(-3, 6, 400)]
     assert all(a > b for a, b in pairwise(values))

@@ -10,15 +10,14 @@ It needs packages that the library does not need, so they are imported only when
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 
 
 def main() -> None:
     """Entry point of the `retrograde` command."""
     if sys.argv[1:] == ["--version"]:  # without the extra, too
-        from .. import __version__
-
-        print(__version__)
+        print(version("retrograde"))
         return
     missing = [name for name in ("rich", "typer") if find_spec(name) is None]
     if missing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .. import __version__
 from . import demo as demonstration
 from . import show
 
@@ -43,7 +42,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(__version__)
+        print(metadata.version("retrograde"))
         raise typer.Exit
 
 
@@ -107,5 +106,5 @@ def plan(
         planning.main(model, batch, size, gamma, budget, amp, optimizer, stages or [])
 
 
-for _command in entry_points(group="retrograde.commands"):
+for _command in metadata.entry_points(group="retrograde.commands"):
     _command.load()(app)

@@ -50,7 +50,7 @@ def built(source: Source) -> tuple[nn.Module, FakeTensorMode]:
 
 @contextmanager
 def _uninitialised() -> Iterator[None]:
-    """Initialisers do nothing: there are no values to draw."""
+    """Initialisers do nothing. Some read values, so a model that calls them could not be built without values."""
     kept = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
     for name in kept:
         setattr(nn.init, name, lambda tensor, *_, **__: tensor)

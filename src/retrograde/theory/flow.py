@@ -54,14 +54,7 @@ def psi(theta: Matrix, eps: float) -> Matrix:
 
 
 def linear_flow(theta: Matrix, eps: float, t: float = 1.0) -> tuple[Matrix, Matrix]:
-    """The matrices (Φ_x, Φ_v) with x(t) = Φ_x x₀ + Φ_v v₀, for t ≥ 0. For ε = 0, Φ_v = 0. Arguments as for `psi`.
-
-    Example:
-        >>> import math, numpy as np
-        >>> on_x, on_v = linear_flow(np.array([[-0.5]]), eps=1.0, t=math.pi)
-        >>> abs(float(on_x[0, 0] - on_v[0, 0] / 2)) < 1e-15  # v₀ = −x₀/2: all trajectories meet at t = π
-        True
-    """
+    """The matrices (Φ_x, Φ_v) with x(t) = Φ_x x₀ + Φ_v v₀, for t ≥ 0. For ε = 0, Φ_v = 0. Arguments as for `psi`."""
     matrix, restore = as_matrix(theta, "theta")
     eps = check_eps(eps, zero="the first-order model, Ψ_0 = exp")
     if (t := check_real(t, "t")) < 0:

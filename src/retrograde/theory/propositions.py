@@ -1,5 +1,7 @@
 """The paper's other propositions: fixed points, the two ends of ε, and what second-order models can do [sander2021].
 
+docs/theory.md has examples.
+
 *Fixed points.* On the state (v, x), with A, B the Jacobians of φ, ψ (or A that of f) at the fixed point,
 
     RevNet     v' = v + φ(x),  x' = x + ψ(v')            J(A, B) = [[I, A], [B, I + BA]]                      [Prop. 1]
@@ -12,8 +14,7 @@ The eigenvalues λ of J come from the eigenvalues μ of AB, those of M from the 
                                                          ((1 + γ + (1−γ) Re μ) / (1+γ))² + (Im μ)² < 1
 
 So a RevNet's fixed points never attract and a Momentum ResNet's can. The last line is not in the paper: λ ↦ λ + γ/λ maps the
-circles between |λ| = √γ and |λ| = 1 to ellipses, the largest with half axes 1+γ and 1−γ. For real μ it reads
-−2(1+γ)/(1−γ) < μ < 0.
+circles between |λ| = √γ and |λ| = 1 to ellipses, the largest with half axes 1+γ and 1−γ.
 
 *The two ends of ε.* The paper proves convergence; the gaps computed here also show how fast: like ε, and like 1/ε.
 
@@ -47,13 +48,7 @@ ACCURACY = 1e-10  # relative and absolute tolerance of the ODE solver
 
 
 def revnet_jacobian(A: Matrix, B: Matrix) -> Matrix:
-    """J(A, B), the (2d, 2d) Jacobian of a RevNet layer at a fixed point, for the Jacobians A of φ and B of ψ.
-
-    Example:
-        >>> revnet_jacobian([[2.0]], [[-1.0]])
-        array([[ 1.,  2.],
-               [-1., -1.]])
-    """
+    """J(A, B), the (2d, 2d) Jacobian of a RevNet layer at a fixed point, for the Jacobians A of φ and B of ψ."""
     a, restore = as_matrix(A, "A")
     b = _partner(a, B)
     identity = np.eye(len(a))
@@ -64,10 +59,6 @@ def revnet_eigenvalue(A: Matrix, B: Matrix) -> complex:
     """An eigenvalue λ of J(A, B) with |λ| ≥ 1 and λ ≠ 1, for invertible A and B.
 
     λ is the larger root of λ² − (2 + μ) λ + 1 = 0 for the largest eigenvalue μ of AB, so |λ − 1|² = |μ| |λ| > 0.
-
-    Example:
-        >>> revnet_eigenvalue([[1.0]], [[-1.0]])  # μ = −1: on the unit circle, but not 1
-        (0.5-0.8660254037844386j)
     """
     a, _ = as_matrix(A, "A")
     b = _partner(a, B)
@@ -81,13 +72,7 @@ def revnet_eigenvalue(A: Matrix, B: Matrix) -> complex:
 
 
 def momentum_jacobian(A: Matrix, gamma: float) -> Matrix:
-    """M(A), the (2d, 2d) Jacobian of a momentum layer at a fixed point, for the Jacobian A of f and 0 ≤ γ ≤ 1.
-
-    Example:
-        >>> momentum_jacobian([[-1.0]], gamma=0.5)
-        array([[ 0.5, -0.5],
-               [ 0.5,  0.5]])
-    """
+    """M(A), the (2d, 2d) Jacobian of a momentum layer at a fixed point, for the Jacobian A of f and 0 ≤ γ ≤ 1."""
     a, restore = as_matrix(A, "A")
     gamma = _check_gamma(gamma)
     identity, push = np.eye(len(a)), (1 - gamma) * a
@@ -95,13 +80,7 @@ def momentum_jacobian(A: Matrix, gamma: float) -> Matrix:
 
 
 def is_attracting(A: Matrix, gamma: float) -> bool:
-    """Whether every eigenvalue of M(A) is inside the unit circle, by the ellipse above. Never for γ = 1.
-
-    Example:
-        >>> A = [[-1.0, 0.2], [0.0, -0.5]]
-        >>> is_attracting(A, gamma=0.9), is_attracting(A, gamma=1.0)
-        (True, False)
-    """
+    """Whether every eigenvalue of M(A) is inside the unit circle, by the ellipse above. Never for γ = 1."""
     a, _ = as_matrix(A, "A")
     gamma = _check_gamma(gamma)
     mu = np.linalg.eigvals(a)
@@ -110,12 +89,7 @@ def is_attracting(A: Matrix, gamma: float) -> bool:
 
 
 def spectral_radius(A: Matrix) -> float:
-    """max |λ| over the eigenvalues of A: how fast iterations leave or reach a fixed point with Jacobian A.
-
-    Example:
-        >>> round(spectral_radius(momentum_jacobian([[-1.0]], gamma=0.5)), 4)
-        0.7071
-    """
+    """max |λ| over the eigenvalues of A: how fast iterations leave or reach a fixed point with Jacobian A."""
     return float(np.abs(np.linalg.eigvals(as_matrix(A, "A")[0])).max())
 
 
@@ -134,23 +108,12 @@ def _check_gamma(gamma: float) -> float:
 
 
 def first_order_flow(f: Field, x0: Matrix, times: Matrix) -> Array:
-    """x(t) of ẋ = f(x), x(0) = x₀, at the given times (n,), increasing from ≥ 0: an array (n, d).
-
-    Example:
-        >>> bool(abs(first_order_flow(lambda x: -x, [1.0], [1.0])[0, 0] - np.exp(-1)) < 1e-9)
-        True
-    """
+    """x(t) of ẋ = f(x), x(0) = x₀, at the given times (n,), increasing from ≥ 0: an array (n, d)."""
     return _solve(lambda _, x: np.asarray(f(x), dtype=float), as_vector(x0, "x0"), times)
 
 
 def second_order_flow(f: Field, x0: Matrix, v0: Matrix, eps: float, times: Matrix) -> Array:
-    """x(t) of ε ẍ + ẋ = f(x), (x, ẋ)(0) = (x₀, v₀): an array (n, d).
-
-    Example:
-        >>> x = second_order_flow(lambda x: -x / 2, [3.0], [-1.5], eps=1.0, times=[np.pi])
-        >>> bool(abs(x[0, 0]) < 1e-9)  # as in `crossing`
-        True
-    """
+    """x(t) of ε ẍ + ẋ = f(x), (x, ẋ)(0) = (x₀, v₀): an array (n, d)."""
     eps = check_eps(eps)
     return _solve_pair(f, x0, v0, times, lambda v, push: (push - v) / eps)
 
@@ -162,37 +125,19 @@ def damped_flow(f: Field, x0: Matrix, v0: Matrix, eps: float, times: Matrix) -> 
 
 
 def frictionless_flow(f: Field, x0: Matrix, v0: Matrix, times: Matrix) -> Array:
-    """x(t) of ẍ = f(x), (x, ẋ)(0) = (x₀, v₀): an array (n, d).
-
-    Example:
-        >>> x = frictionless_flow(lambda x: -x, [1.0], [0.0], [np.pi])
-        >>> bool(abs(x[0, 0] + 1) < 1e-8)
-        True
-    """
+    """x(t) of ẍ = f(x), (x, ẋ)(0) = (x₀, v₀): an array (n, d)."""
     return _solve_pair(f, x0, v0, times, lambda v, push: push)
 
 
 def first_order_gap(f: Field, x0: Matrix, v0: Matrix, eps: float, horizon: float = 1.0, points: int = 65) -> float:
-    """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x* of the first-order model: → 0 like ε (Prop. 2).
-
-    Example:
-        >>> gaps = [first_order_gap(np.sin, [1.0], [0.0], eps) for eps in (1e-2, 1e-3)]
-        >>> bool(8 < gaps[0] / gaps[1] < 12)
-        True
-    """
+    """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x* of the first-order model: → 0 like ε (Prop. 2)."""
     times = _grid(horizon, points)
     gap = second_order_flow(f, x0, v0, eps, times) - first_order_flow(f, x0, times)
     return float(np.abs(gap).max())
 
 
 def frictionless_gap(f: Field, x0: Matrix, v0: Matrix, eps: float, horizon: float = 1.0, points: int = 65) -> float:
-    """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x_ε of ẍ + ẋ/ε = f and x* of ẍ = f: → 0 like 1/ε.
-
-    Example:
-        >>> gaps = [frictionless_gap(np.sin, [1.0], [1.0], eps) for eps in (1e2, 1e3)]
-        >>> bool(9 < gaps[0] / gaps[1] < 11)
-        True
-    """
+    """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x_ε of ẍ + ẋ/ε = f and x* of ẍ = f: → 0 like 1/ε."""
     times = _grid(horizon, points)
     gap = damped_flow(f, x0, v0, eps, times) - frictionless_flow(f, x0, v0, times)
     return float(np.abs(gap).max())
@@ -232,16 +177,8 @@ def _grid(horizon: float, points: int) -> Array:
 def embed_first_order(f: TimeField, eps: float) -> TimeField:
     """f̂ = ε (∂ₓf · f + ∂ₜf) + f, whose second-order model has every solution of ẋ = f(t, x) among its own.
 
-    Start it at ẋ(0) = f(0, x₀). For f(x) = θx it is f̂(x) = (εθ² + θ) x.
-
-    Args:
-        f: maps a time (a tensor of shape ()) and a state (...) to a tensor like the state; differentiable by torch.
-        eps: ε ≥ 0; f̂ = f for ε = 0.
-
-    Example:
-        >>> f_hat = embed_first_order(lambda t, x: t * x, eps=0.5)
-        >>> float(f_hat(torch.tensor(2.0), torch.tensor(3.0)))  # 0.5·(2·6 + 3) + 6
-        13.5
+    Start it at ẋ(0) = f(0, x₀). For f(x) = θx it is f̂(x) = (εθ² + θ) x. For ε = 0 it is f itself. f maps a time (a tensor
+    of shape ()) and a state to a tensor like the state, and torch can differentiate it.
     """
     eps = check_eps(eps, zero="f itself")
 
@@ -260,11 +197,6 @@ def universal_velocity(h: Callable[[Any], Any], eps: float = 1.0) -> Callable[[A
     """The map x₀ ↦ v₀ with which ε ẍ + ẋ = 0 carries x₀ to h(x₀) at time 1: with v₀ free, anything can be represented.
 
     x(t) = x₀ + ε (1 − e^{−t/ε}) v₀. The values of h are arrays, tensors or numbers.
-
-    Example:
-        >>> v0 = universal_velocity(lambda x: -(x**3))
-        >>> round(2.0 + (1 - math.exp(-1)) * v0(2.0), 12)
-        -8.0
     """
     reach = -(eps := check_eps(eps)) * math.expm1(-1 / eps)
     return lambda x0: (h(x0) - x0) / reach
@@ -276,10 +208,6 @@ def obstruction(h: Callable[[float], float], points: Iterable[float]) -> float |
     Such a point proves that no f at all, linear or not, makes h the map of ε ẍ + ẋ = f(x), ẋ(0) = 0, at time 1 (d = 1):
     the energy ẋ²/2 + E would have to fall on the way from x₀ to −x₀, and again from −x₀ to x₀. For h(x) = λx with
     λ ≤ −1 every x₀ > 0 is one.
-
-    Example:
-        >>> obstruction(lambda x: -x, [0.5, 1.0]), obstruction(lambda x: -0.9 * x, [0.5, 1.0])
-        (0.5, None)
     """
     for point in points:
         if (x0 := check_real(point, "point")) <= 0:
@@ -293,12 +221,6 @@ def sign_flip(eps: float) -> tuple[float, float]:
     """(θ, −e^{−1/2ε}): a real θ, and the negative number Ψ_ε(θ) that no first-order model reaches.
 
     θ = −ε π² − 1/(4ε), where the model oscillates by half a turn in unit time.
-
-    Example:
-        >>> from retrograde.theory import psi
-        >>> theta, value = sign_flip(2.0)
-        >>> abs(psi([[theta]], 2.0).item() - value) < 1e-15
-        True
     """
     eps = check_eps(eps)
     return -eps * math.pi**2 - 0.25 / eps, -math.exp(-0.5 / eps)
@@ -308,10 +230,6 @@ def crossing(x0: Any, t: float) -> Any:
     """x₀ e^{−t/2} cos(t/2), which solves ẍ + ẋ = −x/2 from (x₀, −x₀/2): every trajectory passes 0 at t = π.
 
     So x₀ ↦ x(t) need not be one to one, as the flow of a first-order model is.
-
-    Example:
-        >>> abs(crossing(5.0, math.pi)) < 1e-15
-        True
     """
     return x0 * (math.exp(-t / 2) * math.cos(t / 2))
 
@@ -321,12 +239,6 @@ def negative_pair(lam: float) -> torch.Tensor:
 
     Being in GL⁺ is not enough for a first-order model. At ε > 0 its multiples up to |λ_ε| / max(1, λ) can be
     represented.
-
-    Example:
-        >>> from retrograde.theory import is_representable, largest_multiple
-        >>> A = negative_pair(2.0)
-        >>> float(torch.linalg.det(A)), is_representable(A, eps=0.0), round(largest_multiple(A, eps=1.0), 4)
-        (2.0, False, 0.3067)
     """
     if (lam := check_real(lam, "lam")) <= 0 or lam == 1:
         raise ValueError(f"lam = {lam}: expected lam > 0 and lam ≠ 1")

@@ -60,12 +60,7 @@ def is_representable(A: Matrix, eps: float, *, rtol: float = RTOL) -> bool:
 
 
 def obstacles(A: Matrix, eps: float, *, rtol: float = RTOL) -> list[Obstacle]:
-    """The eigenvalues that keep A from being Ψ_ε(θ), with the rule that each breaks. Empty if A is representable.
-
-    Example:
-        >>> print(*obstacles([[-3.0, 0.0], [0.0, 2.0]], 1.0))
-        eigenvalue -3 with Jordan blocks of sizes [1]: below λ_ε = -0.613499, each size must occur an even number of times
-    """
+    """The eigenvalues that keep A from being Ψ_ε(θ), with the rule that each breaks. Empty if A is representable."""
     return judge(structure_of(*check(A, eps, rtol)[:3]), eps)
 
 
@@ -75,13 +70,6 @@ def largest_multiple(A: Matrix, eps: float, *, rtol: float = RTOL) -> float:
     α = min λ_ε/λ over the eigenvalues λ < 0 whose Jordan blocks are not paired. Every smaller α > 0 gives a representable
     αA. α itself does too when the blocks of that λ satisfy the rule for λ_ε (a single eigenvalue does); otherwise α is the
     supremum. For ε = 0 scale does not matter: the result is ∞ or 0. Arguments as for `is_representable`.
-
-    Example:
-        >>> alpha = largest_multiple([[-1.0, 0.0], [0.0, -3.0]], eps=1.0)
-        >>> round(alpha, 6)
-        0.2045
-        >>> largest_multiple([[-1.0, 0.0], [0.0, -1.0]], eps=1.0)
-        inf
     """
     matrix, eps, rtol, _ = check(A, eps, rtol)
     if eps == 0:

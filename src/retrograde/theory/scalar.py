@@ -34,25 +34,14 @@ STEPS = 4  # arcs on a half circle, halved further where Newton does not converg
 
 
 def G(alpha: Matrix, eps: float) -> Matrix:
-    """G_ε(α) = e^{−1/2ε} (cos α + sin α / (2ε α)), elementwise, for ε > 0 [sander2021, Sec. 4.3].
-
-    Example:
-        >>> import math
-        >>> float(G(math.pi, eps=0.5)) == -math.exp(-1)
-        True
-    """
+    """G_ε(α) = e^{−1/2ε} (cos α + sin α / (2ε α)), elementwise, for ε > 0 [sander2021, Sec. 4.3]."""
     array, restore = as_array(alpha, "alpha")
     a = 0.5 / check_eps(eps)
     return restore(math.exp(-a) * np.cos(array) + a * math.exp(-a) * np.sinc(array / math.pi))
 
 
 def minimiser(eps: float) -> float:
-    """α_ε > 0, where G_ε is smallest: the root in (π, 3π/2) of (α² + a) sin α = a α cos α, by safeguarded Newton.
-
-    Example:
-        >>> math.pi < minimiser(1e6) < minimiser(1.0) < minimiser(1e-6) < 4.4935
-        True
-    """
+    """α_ε > 0, where G_ε is smallest: the root in (π, 3π/2) of (α² + a) sin α = a α cos α, by safeguarded Newton."""
     a = 0.5 / check_eps(eps)
     big, one = (a, 1.0) if a < 1 else (1.0, 1 / a)  # a and 1, divided by max(a, 1)
     low, high = math.pi, 1.5 * math.pi
@@ -87,13 +76,7 @@ def lambda_min(eps: float) -> float:
 
 
 def minimising_parameter(eps: float) -> float:
-    """θ_ε = −ε α_ε² − 1/(4ε), the real number with Ψ_ε(θ_ε) = λ_ε.
-
-    Example:
-        >>> from retrograde.theory import psi
-        >>> abs(psi([[minimising_parameter(0.5)]], 0.5).item() / lambda_min(0.5) - 1) < 1e-14
-        True
-    """
+    """θ_ε = −ε α_ε² − 1/(4ε), the real number with Ψ_ε(θ_ε) = λ_ε."""
     return -eps * minimiser(eps) ** 2 - 0.25 / eps
 
 
