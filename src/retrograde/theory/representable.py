@@ -61,7 +61,8 @@ def is_representable(A: Matrix, eps: float, *, rtol: float = RTOL) -> bool:
 
 def obstacles(A: Matrix, eps: float, *, rtol: float = RTOL) -> list[Obstacle]:
     """The eigenvalues that keep A from being Ψ_ε(θ), with the rule that each breaks. Empty if A is representable."""
-    return judge(structure_of(*check(A, eps, rtol)[:3]), eps)
+    matrix, eps, rtol, _ = check(A, eps, rtol)
+    return judge(structure_of(matrix, eps, rtol), eps)
 
 
 def largest_multiple(A: Matrix, eps: float, *, rtol: float = RTOL) -> float:
