@@ -20,8 +20,8 @@ from ..reverse.range import holders
 from ..stack.rectified import DEEPEST, rectified
 from . import block as blocks
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .stage import Settings, Stage
 from .schedule import SCHEDULER, schedule
+from .stage import Settings, Stage
 
 NESTED = "_retrograde_nested"
 _CHOICES = {

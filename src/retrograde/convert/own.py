@@ -20,9 +20,7 @@ class Own:
         whole: it is its own though the steps would form relu(x + f) themselves.
     """
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False
-    ) -> None:
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False) -> None:
         self.block, self.forward, self.keyword, self.whole = block, forward, keyword, whole
         self.out: Any = None
 

@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ..reverse.replay import Frame
 from ..reverse.momentum import Recurrence
+from ..reverse.replay import Frame
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding, leanest
 from .schedule import Choice, Track, chain, estimated, with_reserve, within

@@ -152,7 +152,10 @@ class MomentumNet(nn.Module):
         extra = Extra(args, kwargs)
         stack = self._stack
         if self._scheduler.budget is not None:
-            stack.kind = self.velocity if isinstance(self.velocity, str | None) else "own", sum(map(whole, self._steps()))
+            stack.kind = (
+                self.velocity if isinstance(self.velocity, str | None) else "own",
+                sum(map(whole, self._steps())),
+            )
             self._scheduler.schedule(self, [stack], (x, *args), kwargs)
         self.plan = stack.plan_for(x.dtype)
         run = self._run(x, extra, self.plan.arguments)
@@ -224,7 +227,9 @@ class MomentumNet(nn.Module):
 
     def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
         for k, block in enumerate(self._steps()):
-            run.step(block if observer is None else observer.watch(k, block), extra, form="block" if whole(block) else None)
+            run.step(
+                block if observer is None else observer.watch(k, block), extra, form="block" if whole(block) else None
+            )
         return run
 
     def _steps(self) -> tuple[Any, ...]:

@@ -32,7 +32,9 @@ from .replay import WHEN_NOT_REPEATED, Call
 CHOICES = ("auto", "strict", "off")
 SAMPLE = 1024
 """Elements of each tensor that "auto" hashes."""
-AFTERWARDS = "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
+AFTERWARDS = (
+    "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
+)
 
 
 class Checks:
@@ -132,7 +134,9 @@ class Checks:
             self.kernels.digest(words(torch.cat(some)), into, seed, sign)
 
 
-_NOT_REWOUND = "the network did not rewind to its start: some block, run again in backward, gave another output than in forward."
+_NOT_REWOUND = (
+    "the network did not rewind to its start: some block, run again in backward, gave another output than in forward."
+)
 
 
 def _judge(names: tuple[tuple[int, str], ...], wrong: Tensor, when: str) -> None:
@@ -205,7 +209,11 @@ def _undefined(t: Tensor) -> bool:
     """Whether it may be a library's: bytes in a row, or the place of a generator, which attention without dropout leaves undefined."""
     if t.dtype.is_floating_point:
         return False
-    return t.dtype == torch.uint64 or (t.dtype == torch.uint8 and t.dim() == 1) or (t.dtype == torch.int64 and t.dim() == 0)
+    return (
+        t.dtype == torch.uint64
+        or (t.dtype == torch.uint8 and t.dim() == 1)
+        or (t.dtype == torch.int64 and t.dim() == 0)
+    )
 
 
 def _dense(t: Tensor) -> bool:
@@ -213,4 +221,3 @@ def _dense(t: Tensor) -> bool:
     if t.is_contiguous():
         return True
     return t.numel() == 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-

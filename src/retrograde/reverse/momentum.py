@@ -31,8 +31,8 @@ from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
 from ..arithmetic.reference import carried, packed, scaled, unpacked
 from ..errors import ReplayError
-from .nodes import SameThread, keeps_graph, traced
 from .integers import Integers
+from .nodes import SameThread, keeps_graph, traced
 from .range import MOST_GUARD, PassRange
 
 FORMS = ("branch", "block", "relu")
@@ -62,7 +62,9 @@ class Recurrence:
         The entry after the last is for v's own gradient.
         """
         less = self.form != "branch"
-        units = [(gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors]
+        units = [
+            (gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors
+        ]
         return [*units, (1.0, 0.0, 0.0)]
 
     @cached_property
@@ -172,7 +174,9 @@ class MomentumGradient:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def _launched(self, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[list[Tensor | None], Tensor | None]:
+    def _launched(
+        self, p: Tensor | None, h: Tensor | None, d: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Of the step that set v₀ = f(x₀)."""
         gx = add(p, d, self.dtype)
         if h is None:
@@ -279,7 +283,9 @@ class Momentum(Integers):
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
             gradient.masks[k] = mask
         arguments = self._arguments(k, y)
-        self.kernels.advance(self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, self.range.rows[k + 1], mask)
+        self.kernels.advance(
+            self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, self.range.rows[k + 1], mask
+        )
         return out
 
     def draw(self, k: int, out: Tensor | None) -> None:

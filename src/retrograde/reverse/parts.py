@@ -55,7 +55,9 @@ class Parts:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
         """
         own = [of for of, _ in self.statistics]
-        replay = [{name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics]
+        replay = [
+            {name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics
+        ]
         if not self.unchanged():
             before = [*self.modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]

@@ -1,9 +1,11 @@
-"""Table 1 of the paper, from code: every property is checked on a network that was built for it.
+"""Table 1 of the paper as checks on built networks: what each network claims, and whether that is true.
 
-    closed-form inversion    invert a batch: how far off, and in how many evaluations of f per evaluation in the forward
-                             pass. A closed form takes 1; an iteration takes more
-    same parameters          load the state_dict of a residual network with as many blocks of the same width
-    unconstrained training   one plain SGD step, large enough to matter, then invert a batch again
+    inverse             "exact": to the bit · "iterative": by fixed-point iteration, to a certified tolerance ·
+                        "numerical": by solving backward, to the solver's tolerance · "none"
+    closed form         invert a batch: the error, and the evaluations of f per evaluation in the forward pass. A closed form
+                        takes 1; an iteration takes more
+    same parameters     load the state_dict of a residual network with as many blocks of the same width
+    unconstrained       one plain SGD step, large enough to matter, then invert a batch again
 
 The paper counts a Neural ODE's backward solve as a closed form: it takes one pass, though it is right only to the
 solver's tolerance, which the error beside it shows.
@@ -20,17 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from ..errors import RangeOverflow
-from .hamiltonian import HamiltonianNet
-from .iresnet import IResNet, invert
-from .irevnet import IRevNet
-from .irevnet import branch as image_branch
-from .momentum import MomentumNet
-from .ode import NeuralODE, SecondOrderODE
-from .properties import DECLARED, Properties
-from .resnet import ResNet
-from .revnet import RevNet
-from .spectral import BoundedLinear
+import retrograde as rg
+from retrograde.nets import (
+    AugmentedODE,
+    CouplingNet,
+    HamiltonianNet,
+    IResNet,
+    IRevNet,
+    MomentumNet,
+    NeuralODE,
+    ResNet,
+    RevNet,
+    SecondOrderODE,
+)
+from retrograde.nets.iresnet import BoundedLinear, invert
+from retrograde.nets.irevnet import branch as image_branch
 
 WIDTH, DEPTH, BATCH = 8, 6, 16
 TOLERANCE = {"exact": 0.0, "iterative": 1e-6, "numerical": 1e-3}  # relative error up to which an inverse is one
@@ -41,6 +47,47 @@ PAPER = {  # closed-form inversion, same parameters, unconstrained training
     "RevNet": (True, False, True),
     "Momentum ResNet": (True, True, True),
 }
+
+
+INVERSES = ("exact", "iterative", "numerical", "none")
+
+
+@dataclass(frozen=True)
+class Properties:
+    """The columns of the paper's Table 1, as a network claims them."""
+
+    inverse: str
+    same_parameters: bool
+    unconstrained: bool
+
+
+DECLARED: dict[type[nn.Module], Properties] = {
+    ResNet: Properties("none", same_parameters=True, unconstrained=True),
+    MomentumNet: Properties("exact", same_parameters=True, unconstrained=True),
+    HamiltonianNet: Properties("exact", same_parameters=True, unconstrained=True),
+    CouplingNet: Properties("exact", same_parameters=False, unconstrained=True),
+    RevNet: Properties("exact", same_parameters=False, unconstrained=True),
+    IRevNet: Properties("exact", same_parameters=False, unconstrained=True),
+    IResNet: Properties("iterative", same_parameters=True, unconstrained=False),
+    NeuralODE: Properties("numerical", same_parameters=False, unconstrained=True),
+    AugmentedODE: Properties("numerical", same_parameters=False, unconstrained=True),
+    SecondOrderODE: Properties("numerical", same_parameters=False, unconstrained=True),
+}
+
+
+def properties(net: nn.Module | type[nn.Module]) -> Properties:
+    """What a network, or a class of networks, claims. A momentum network with a γ of 0 has no inverse.
+
+    >>> properties(RevNet).inverse
+    'exact'
+    """
+    kind = net if isinstance(net, type) else type(net)
+    found = next((DECLARED[base] for base in kind.__mro__ if base in DECLARED), None)
+    if found is None:
+        raise TypeError(f"{kind.__name__} is not of the family: {', '.join(c.__name__ for c in DECLARED)}.")
+    if isinstance(net, MomentumNet) and 0 in (net.gamma if isinstance(net.gamma, tuple) else (net.gamma,)):
+        return Properties("none", found.same_parameters, found.unconstrained)
+    return found
 
 
 @dataclass(frozen=True)
@@ -175,7 +222,7 @@ def _takes(holder: nn.Module, residual: nn.Module) -> bool:
 @torch.no_grad()
 def _inverted(case: Case, recover: Callable[[Any, Tensor], Tensor], net: Any, x: Tensor) -> tuple[float, float]:
     """The error of the inverse, and how often it evaluates f, against the forward pass alone."""
-    with suppress(RangeOverflow):  # the weights may have grown: the range is then calibrated anew
+    with suppress(rg.RangeOverflow):  # the weights may have grown: the range is then calibrated anew
         net(x)
     exact = net.encode(x).fixed if case.kind not in (NeuralODE, SecondOrderODE, IResNet) else None
     x = x if exact is None else exact.decode(exact.encode(x), x.dtype)  # as fixed point holds it

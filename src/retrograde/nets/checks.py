@@ -1,4 +1,7 @@
-"""Checks that the networks of the family share: options, blocks, inputs and numbers."""
+"""Checks that the networks of the family share: options, blocks, inputs and numbers.
+
+What they need of the engine for it is imported here, and here only.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reverse.inputs import check_input, check_transforms
 from ..reverse.deferred import capturing
+from ..reverse.inputs import check_input, check_transforms
 from .momentum import _choice as choice
 from .momentum import _modules as modules
 
@@ -17,7 +20,7 @@ __all__ = ["check_finite", "check_input", "choice", "modules", "positive", "whol
 
 
 def positive(name: str, value: Any, below: float = math.inf, why: str = "") -> float:
-    """value as a float, if it is a number above 0 and below a bound."""
+    """`value` as a float. Raises unless it is a number above 0 and below a bound."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number; got {value!r}.")
     if not 0 < float(value) < below:
@@ -27,17 +30,17 @@ def positive(name: str, value: Any, below: float = math.inf, why: str = "") -> f
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """value, if it is a whole number from `least`."""
+    """`value`. Raises unless it is a whole number from `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number from {least}; got {value!r}.")
     return value
 
 
 def check_finite(x: Tensor, what: str = "the input") -> None:
-    """Refuse NaN and Inf, which an iteration or a solver would spread without a word."""
+    """Raise if x has NaN or Inf values: an iteration or a solver would spread them."""
     check_input(x)
     check_transforms()
-    if capturing(x):  # nothing can be asked of it there
+    if capturing(x):  # a CUDA graph is being captured, so values cannot be read
         return
     if not x.isfinite().all():
         bad = int((~x.isfinite()).sum())

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from problems import Mlp
-from retrograde.nets.agreement import agreement, discretised
+from retrograde.nets import discretised
 from retrograde.theory import psi
+from retrograde_experiments.agreement import agreement
 
 
 @pytest.mark.parametrize("eps", [0.3, 1.0, 5.0])

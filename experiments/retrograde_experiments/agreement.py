@@ -1,9 +1,7 @@
 """Continuous and discrete agree: a Momentum ResNet with step h = T/N tends to the second-order ODE as N grows.
 
-    ε ẍ + ẋ = f(x)        →        w ← (1 − h/ε)·w + (h/ε)·h·f(x)        x ← x + w,        w = h·ẋ
-
-so it is a `MomentumNet` with γ = 1 − h/ε and blocks h·f [sander2021, Sec. 3.4]; at h = 1 the paper's ε = 1/(1 − γ). The scheme is
-of first order: the distance at time T halves as N doubles, a slope of 1 in log–log.
+`retrograde.nets.discretised` is that network. It is of first order: its distance to `SecondOrderODE` at time T halves as N
+doubles, a slope of 1 in log–log [sander2021, Sec. 3.4].
 """
 
 from __future__ import annotations
@@ -11,17 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.ratio import NARROW
-from .hamiltonian import Kick
-from .inputs import positive, whole
-from .momentum import MomentumNet
-from .ode import SecondOrderODE
+from retrograde.nets import SecondOrderODE, discretised
 
 
 @dataclass(frozen=True)
@@ -38,31 +30,6 @@ class Agreement:
             *(f"{n:6d}  {e:10.3e}" for n, e in zip(self.steps, self.errors, strict=True)),
         ]
         return "\n".join([*lines, f"slope {self.slope:.3f}"])
-
-
-def discretised(
-    f: nn.Module, eps: float, steps: int, horizon: float = 1.0, *,
-    velocity: str | Callable[[Tensor], Tensor] | None = None, **options: Any,
-) -> MomentumNet:  # fmt: skip
-    """The Momentum ResNet with `steps` layers that discretises ε ẍ + ẋ = f(x) on [0, T]; f is shared by all layers.
-
-    Raises:
-        ValueError: if the step is so large that γ = 1 − T/(N ε) is not above 0.
-    """
-    eps, horizon = positive("eps", eps, why="ε = 0 is a ResNet."), positive("horizon", horizon)
-    T, e = (Fraction(number).limit_denominator(10**6) for number in (horizon, eps))  # 0.1 means 1/10
-    gamma = 1 - T / (whole("steps", steps) * e) if e else Fraction(0)
-    if gamma <= 0:
-        raise ValueError(
-            f"{steps} steps for eps={eps:g} over {horizon:g} give gamma = 1 − T/(N·eps) = {float(gamma):.3g}; it must be above 0: "
-            f"take more than {math.floor(horizon / eps)} steps."
-        )
-    h = horizon / steps
-    v0 = f if velocity == "first" else velocity
-    if v0 is not None and not callable(v0):
-        raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
-    ratio: Any = gamma if gamma.denominator < NARROW else float(gamma)
-    return MomentumNet([Kick(f, h)] * steps, ratio, velocity=None if v0 is None else Kick(v0, h), **options)
 
 
 @torch.no_grad()
