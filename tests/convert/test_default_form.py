@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import retrograde as rg
 from retrograde.convert.convert import look, stages_of
 from retrograde.extras import require
+from retrograde.nets.relu import branch_of
 from retrograde.nets.resnet import resnet, thin_resnet
-from retrograde.stack.rectified import rectified
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -408,7 +408,7 @@ def test_what_is_not_proved_is_run_as_it_is(kind: type[nn.Module]) -> None:
     random.seed(0)
     before = random.getstate(), torch.get_rng_state()
     model = net(kind)
-    assert all(rectified(block) is None for block in model)
+    assert all(branch_of(block) is None for block in model)
     assert forms(model, stages=[""]) == {"block"}
     assert random.getstate() == before[0]
     if kind is Preactivated:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Extra
-from ..stack.rectified import heard, rectified
+from ..nets.relu import branch_of, hooks_on_every_module
 from ..stack.uncompiled import uncompiled
 from .cache import Spare, cached
 from .own import Own
@@ -77,7 +77,7 @@ class Converted:
 def rectified_now(block: Any, place: Place, alone: bool) -> Any:
     """f of a block that computes relu(x + f(x)), if it can be taken for this call. `alone`: the block is given nothing but x."""
     insists = place.stage.settings.insists
-    branch = rectified(block, block._retrograde_class) if alone and (insists or not heard()) else None
+    branch = branch_of(block, block._retrograde_class) if alone and (insists or not hooks_on_every_module()) else None
     if branch is None and insists:
         raise not_rectified(block, place.path)
     return branch

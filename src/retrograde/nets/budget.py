@@ -22,9 +22,9 @@ from ..stack.forward import Forward
 from ..stack.later import Later
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, as_bytes, leanest
-from ..stack.rectified import whole
 from ..stack.residual import residual
 from ..stack.timeline import Choice, Track, chain, estimated, planned, within
+from .relu import whole
 
 _KINDS = 64  # of input that are remembered
 

@@ -31,11 +31,11 @@ from ..stack.inputs import check_input, check_surroundings
 from ..stack.momentum import FORMS, Momentum, Recurrence
 from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
-from ..stack.rectified import whole
 from ..stack.residual import grouped, residual
 from ..stack.timeline import Track
 from ..stack.uncompiled import uncompiled
 from .budget import Planner, simulated
+from .relu import whole
 
 Gamma = float | Iterable[float]
 

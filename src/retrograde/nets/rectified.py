@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from ..stack.rectified import Rectified
 from .momentum import Gamma, MomentumNet
+from .relu import Rectified
 
 
 class RectifiedNet(MomentumNet):
     """A momentum network of blocks that compute relu(x + f(x)): the steps ask them for f and form the sum and the relu, as with
-    form="relu". A block that is not, or no longer, proved to be one, or has hooks, runs as it is (`stack.rectified`).
+    form="relu". A block that is not, or no longer, known to be one, or has hooks, runs as it is (`relu`).
 
     >>> from retrograde.nets.resnet import BasicBlock
     >>> net = RectifiedNet([BasicBlock(4, 4) for _ in range(3)], gamma=0.5)

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..stack.rectified import DEEPEST, rectified
 from .inputs import choice, whole
 from .momentum import MomentumNet
 from .rectified import RectifiedNet
+from .relu import DEEPEST, branch_of
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -102,7 +102,7 @@ class MomentumStage(nn.Sequential):
         gamma: γ.
         form: "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
             same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
-            are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
+            are known to compute that and there are not too many of them (`relu.DEEPEST`), else "block".
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
@@ -110,7 +110,7 @@ class MomentumStage(nn.Sequential):
         super().__init__(*blocks)
         kept = [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
-        other = next((block for block in kept if rectified(block) is None), None)
+        other = next((block for block in kept if branch_of(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
