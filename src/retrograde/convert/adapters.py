@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +41,7 @@ def _with_identity(shortcut: str) -> Callable[[nn.Module], str]:
 
 def _if(flag: str) -> Callable[[nn.Module], str | None]:
     """Blocks that are residual only if this attribute is true; where it is missing, they are others of the same name."""
-    said = {True: KEEPS, False: f"{_NO_SKIP} (its shape changes)"}
+    said: dict[Any, str] = {True: KEEPS, False: f"{_NO_SKIP} (its shape changes)"}
     return lambda block: said.get(getattr(block, flag, None))
 
 
@@ -63,17 +64,19 @@ _TABLE: dict[str, dict[Callable[[nn.Module], str | None], str]] = {  # in timm a
     "transformers": {_without("shortcut"): "ResNetBasicLayer ResNetBottleNeckLayer RegNetXLayer RegNetYLayer"},
     "timm": {
         _always: """
-            beit.Block cait.LayerScaleBlock csatv2.Block csatv2.TransformerBlock cspnet.BottleneckBlock cspnet.DarkBlock cspnet.EdgeBlock
-            deepseek_vit.DeepseekVitBlock edgenext.SplitTransposeBlock efficientformer.MetaBlock1d efficientformer.MetaBlock2d
-            efficientformer_v2.EfficientFormerV2Block efficientvim.EfficientViMBlock eva.EvaBlock eva.EvaBlockPostNorm fasternet.MLPBlock
-            fastvit.RepMixerBlock fastvit.AttentionBlock focalnet.FocalNetBlock gcvit.GlobalContextVitBlock inception_next.MetaNeXtBlock
-            inception_resnet_v2.Block35 inception_resnet_v2.Block17 inception_resnet_v2.Block8 levit.LevitBlock mambaout.GatedConvBlock
-            metaformer.MetaFormerBlock mlp_mixer.MixerBlock mlp_mixer.ResBlock mlp_mixer.SpatialGatingBlock
-            mobilevit.LinearTransformerBlock nest.TransformerLayer pvt_v2.Block sequencer.Sequencer2dBlock starnet.Block
-            swiftformer.ConvEncoder swin_transformer.SwinTransformerBlock swin_transformer_v2.SwinTransformerV2Block
-            swin_transformer_v2_cr.SwinTransformerV2CrBlock visformer.Block vision_transformer.Block vision_transformer.ResPostBlock
-            vision_transformer.ParallelScalingBlock vision_transformer.DiffParallelScalingBlock vision_transformer.ParallelThingsBlock
-            vision_transformer_relpos.RelPosBlock vision_transformer_relpos.ResPostRelPosBlock vision_transformer_sam.Block xcit.XCABlock
+            beit.Block cait.LayerScaleBlock csatv2.Block csatv2.TransformerBlock cspnet.BottleneckBlock cspnet.DarkBlock
+            cspnet.EdgeBlock deepseek_vit.DeepseekVitBlock edgenext.SplitTransposeBlock efficientformer.MetaBlock1d
+            efficientformer.MetaBlock2d efficientformer_v2.EfficientFormerV2Block efficientvim.EfficientViMBlock eva.EvaBlock
+            eva.EvaBlockPostNorm fasternet.MLPBlock fastvit.RepMixerBlock fastvit.AttentionBlock focalnet.FocalNetBlock
+            gcvit.GlobalContextVitBlock inception_next.MetaNeXtBlock inception_resnet_v2.Block35 inception_resnet_v2.Block17
+            inception_resnet_v2.Block8 levit.LevitBlock mambaout.GatedConvBlock metaformer.MetaFormerBlock mlp_mixer.MixerBlock
+            mlp_mixer.ResBlock mlp_mixer.SpatialGatingBlock mobilevit.LinearTransformerBlock nest.TransformerLayer pvt_v2.Block
+            sequencer.Sequencer2dBlock starnet.Block swiftformer.ConvEncoder swin_transformer.SwinTransformerBlock
+            swin_transformer_v2.SwinTransformerV2Block swin_transformer_v2_cr.SwinTransformerV2CrBlock visformer.Block
+            vision_transformer.Block vision_transformer.ResPostBlock vision_transformer.ParallelScalingBlock
+            vision_transformer.DiffParallelScalingBlock vision_transformer.ParallelThingsBlock
+            vision_transformer_relpos.RelPosBlock vision_transformer_relpos.ResPostRelPosBlock vision_transformer_sam.Block
+            xcit.XCABlock
             """,
         _unless("shortcut_after_dw"): "edgenext.ConvBlock",
         _without("shortcut"): "convnext.ConvNeXtBlock",
@@ -82,10 +85,10 @@ _TABLE: dict[str, dict[Callable[[nn.Module], str | None], str]] = {  # in timm a
             """,
         _with_identity("downsample"): "regnet.Bottleneck regnet.PreBottleneck",
         _without("downsample"): """
-            nfnet.NormFreeBlock res2net.Bottle2neck resnest.ResNestBottleneck resnet.BasicBlock resnet.Bottleneck resnetv2.Bottleneck
-            resnetv2.PreActBasic resnetv2.PreActBottleneck senet.SEResNetBlock senet.SEBottleneck senet.SEResNetBottleneck
-            senet.SEResNeXtBottleneck senet.Bottleneck sknet.SelectiveKernelBasic sknet.SelectiveKernelBottleneck tresnet.BasicBlock
-            tresnet.Bottleneck
+            nfnet.NormFreeBlock res2net.Bottle2neck resnest.ResNestBottleneck resnet.BasicBlock resnet.Bottleneck
+            resnetv2.Bottleneck resnetv2.PreActBasic resnetv2.PreActBottleneck senet.SEResNetBlock senet.SEBottleneck
+            senet.SEResNetBottleneck senet.SEResNeXtBottleneck senet.Bottleneck sknet.SelectiveKernelBasic
+            sknet.SelectiveKernelBottleneck tresnet.BasicBlock tresnet.Bottleneck
             """,
     },
 }  # fmt: skip

@@ -37,11 +37,9 @@ from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
 from ..stack.planner import Plan, leanest
 from ..stack.rejoin import observed
-from .alias import FSDP2, handed_on, same, version
 from .arrange import Recorder
-from .branch import Branch
-from .cache import spared
-from .own import Own
+from .next_x import FSDP2, Branch, handed_on, same, version
+from .own import Own, spared
 
 
 @dataclass(frozen=True)

@@ -88,19 +88,25 @@ def branch_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
         return None
     if value.sum == "+=" and any(m._forward_hooks for m in parts[value.calls[-1]].modules()):  # type: ignore[union-attr]
         return None  # a hook that keeps f sees the sum written over it
-    return partial(_branch, value.calls, value.sum)
+    return _branch(value.calls, value.sum)
 
 
-def _branch(calls: tuple[str, ...], how: str, block: Any, x: Tensor) -> Tensor:
-    y = x
-    for name in calls:
-        y = getattr(block, name)(y)
-    if how == "+" and isinstance(y, Tensor):  # in place the sum has the shape and dtype of f
-        if y.shape != x.shape:
-            y = y.expand(torch.broadcast_shapes(y.shape, x.shape)).contiguous()
-        if y.dtype != x.dtype:
-            y = y.to(torch.promote_types(x.dtype, y.dtype))
-    return y
+@lru_cache(256)
+def _branch(calls: tuple[str, ...], how: str) -> Branch:
+    """These submodules one after another; blocks that are alike share one function, which is compiled once."""
+
+    def branch(block: Any, x: Tensor) -> Tensor:
+        y = x
+        for name in calls:
+            y = getattr(block, name)(y)
+        if how == "+" and isinstance(y, Tensor):  # in place the sum has the shape and dtype of f
+            if y.shape != x.shape:
+                y = y.expand(torch.broadcast_shapes(y.shape, x.shape)).contiguous()
+            if y.dtype != x.dtype:
+                y = y.to(torch.promote_types(x.dtype, y.dtype))
+        return y
+
+    return branch
 
 
 def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
