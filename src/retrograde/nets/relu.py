@@ -124,7 +124,7 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
 
     def see(name: str) -> Any:
         of_class = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), missing)
-        if isinstance(of_class, FunctionType) and name not in block.__dict__ and _followed(of_class):
+        if isinstance(of_class, FunctionType) and name not in block.__dict__ and followed(of_class):
             return partial(of_class, this)
         part = getattr(block, name) if of_class is missing else missing
         if part is None:
@@ -147,7 +147,7 @@ def _same(value: Any) -> Any:
 
 
 @lru_cache(512)
-def _followed(function: FunctionType) -> bool:
+def followed(function: FunctionType) -> bool:
     """Whether a method does nothing but call attributes of self, add its tensors, and compare with None."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
@@ -158,8 +158,10 @@ def _followed(function: FunctionType) -> bool:
     compiled = next((const for const in consts if isinstance(const, CodeType)), None)
     if not isinstance(tree, ast.FunctionDef) or compiled is None or function.__defaults__:
         return False
-    if (compiled.co_code, compiled.co_names, compiled.co_varnames) != (code.co_code, code.co_names, code.co_varnames):
-        return False  # the file was changed since, or the function was wrapped
+    if any(
+        getattr(compiled, part) != getattr(code, part) for part in ("co_code", "co_names", "co_varnames", "co_consts")
+    ):
+        return False  # the file was changed since, or the function is another one around this
     return all(_allowed(node, code.co_varnames) for line in tree.body for node in ast.walk(line))
 
 
@@ -169,12 +171,10 @@ def _allowed(node: ast.AST, tensors: tuple[str, ...]) -> bool:
             return name in tensors and (name != "self" or isinstance(how, ast.Load))
         case ast.Attribute(ast.Name("self"), name, ast.Load()):
             return not name.startswith("__")
-        case ast.Constant(value):
-            return value is None or isinstance(value, str)
         case ast.If(test) | ast.IfExp(test):
             return isinstance(test, ast.Compare)
         case ast.Compare(_, _, others):
-            return all(isinstance(other, ast.Constant) for other in others)
+            return all(isinstance(other, ast.Constant) and other.value is None for other in others)
     return isinstance(node, _ALLOWED) and not isinstance(node, ast.Attribute)
 
 
