@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrograde.nets.relu import branch_of, followed
+from retrograde.nets.relu import branch_of
 
 
 class Block(nn.Module):
@@ -188,6 +188,11 @@ class WrittenTo(Block):
         return self.act(self.second(first) + x)
 
 
+class KeywordOnly(Block):
+    def forward(self, x: Tensor, *, by: Any = torch.cos) -> Tensor:
+        return self.act(by(self.first(x)) + x)
+
+
 class Keyword(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.first(input=x) + x)
@@ -292,7 +297,8 @@ class LeavesOnX(Block):
 
 OTHERS = [
     Training, Chance, Super, Functional, Twice, Scaled, After, Wasted, IntoX, Optional, Caught, Preactivated, Property, Counting,
-    Default, Wrapped, WrittenTo, Keyword, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule, LeavesOnX,
+    Default, Wrapped, WrittenTo, Keyword, KeywordOnly, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule,
+    LeavesOnX,
 ]  # fmt: skip
 
 
@@ -317,21 +323,38 @@ def test_blocks_that_are_taken_apart() -> None:
         assert branch_of(type(block)()) is f  # one function for blocks that are alike
 
 
-def test_a_file_that_was_changed_since_it_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_is_put_in_the_place_of_other_code() -> None:
+    """As reloading does in a notebook: the function stays, and its code is another."""
+
+    class Reloaded(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.first(x) + x)
+
+    assert branch_of(Reloaded()) is not None
+    Reloaded.forward.__code__ = Twice.forward.__code__
+    assert branch_of(Reloaded()) is None
+
+
+def test_a_module_that_is_no_submodule() -> None:
+    block, x = Block(), torch.randn(5, 6)
+    object.__setattr__(block, "act", nn.ReLU())
+    f = branch_of(block)
+    assert f is not None
+    assert torch.equal(torch.relu(f(block, x) + x), block(x))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_file_that_was_changed_since_it_was_imported(changed: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """Its source is no longer that of the class."""
-    file = tmp_path / "changing_blocks.py"
-    text = "from torch import nn\n\nclass Changing(nn.Module):\n    def forward(self, x):\n        return self.act(self.{}(x) + x)\n"
+    file = tmp_path / f"blocks_of_a_file_{changed}.py"
+    text = "from torch import nn\n\nclass Other(nn.Module):\n    def forward(self, x):\n        return self.act(self.{}(x) + x)\n"
     file.write_text(text.format("second"))
     monkeypatch.syspath_prepend(tmp_path)
-    block = importlib.import_module("changing_blocks").Changing()
+    block = importlib.import_module(file.stem).Other()
     block.first, block.second, block.act = nn.Linear(6, 6), nn.Linear(6, 6), nn.ReLU()
-    file.write_text(text.format("first"))
+    file.write_text(text.format("first" if changed else "second"))
     linecache.checkcache()
-    assert branch_of(block) is None
-    file.write_text(text.format("second"))
-    linecache.checkcache()
-    followed.cache_clear()
-    assert branch_of(block) is not None
+    assert (branch_of(block) is None) == changed
 
 
 def test_classes_without_a_file_run_as_they_are() -> None:

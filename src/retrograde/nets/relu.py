@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +84,9 @@ def branch_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     value = _traced(block, cls or type(block))
     if value is None or not value.last:
         return None
-    parts = block._modules
-    if not is_plain(parts[value.last], nn.ReLU) or not _only_reads(parts[value.calls[0]]):
+    if not is_plain(getattr(block, value.last), nn.ReLU) or not _only_reads(getattr(block, value.calls[0])):
         return None
-    if value.sum == "+=" and any(m._forward_hooks for m in parts[value.calls[-1]].modules()):  # type: ignore[union-attr]
+    if value.sum == "+=" and any(m._forward_hooks for m in getattr(block, value.calls[-1]).modules()):
         return None  # a hook that keeps f sees the sum written over it
     return _branch(value.calls, value.sum)
 
@@ -124,7 +124,9 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
 
     def see(name: str) -> Any:
         of_class = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), missing)
-        if isinstance(of_class, FunctionType) and name not in block.__dict__ and followed(of_class):
+        if isinstance(of_class, FunctionType) and name not in block.__dict__:
+            if not _followed(of_class):
+                raise TypeError("a method that is not followed")
             return partial(of_class, this)
         part = getattr(block, name) if of_class is missing else missing
         if part is None:
@@ -146,23 +148,37 @@ def _same(value: Any) -> Any:
     return value
 
 
-@lru_cache(512)
-def followed(function: FunctionType) -> bool:
+_known: WeakKeyDictionary[FunctionType, tuple[CodeType, bool]] = WeakKeyDictionary()
+
+
+def _followed(function: FunctionType) -> bool:
     """Whether a method does nothing but call attributes of self, add its tensors, and compare with None."""
+    code = function.__code__
+    known = _known.get(function)
+    if known is None or known[0] is not code:  # notebooks that reload put other code into the same function
+        known = _known[function] = code, _only_adds_and_calls(code)
+    return known[1] and not function.__defaults__
+
+
+def _only_adds_and_calls(code: CodeType) -> bool:
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
         consts = compile(ast.Module([tree], []), "", "exec").co_consts
     except (OSError, SyntaxError, TypeError, ValueError):
         return False
-    code = function.__code__
     compiled = next((const for const in consts if isinstance(const, CodeType)), None)
-    if not isinstance(tree, ast.FunctionDef) or compiled is None or function.__defaults__:
+    if not isinstance(tree, ast.FunctionDef) or compiled is None or _arguments(code)[:1] != ("self",):
         return False
-    if any(
-        getattr(compiled, part) != getattr(code, part) for part in ("co_code", "co_names", "co_varnames", "co_consts")
-    ):
-        return False  # the file was changed since, or the function is another one around this
+    for part in ("co_code", "co_names", "co_varnames", "co_consts"):
+        if getattr(compiled, part) != getattr(code, part):
+            return False  # the file was changed since it was imported
     return all(_allowed(node, code.co_varnames) for line in tree.body for node in ast.walk(line))
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    """The names of a method's arguments, if there are no others than those that are given by their place."""
+    others = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    return () if others else code.co_varnames[: code.co_argcount]
 
 
 def _allowed(node: ast.AST, tensors: tuple[str, ...]) -> bool:
@@ -185,7 +201,7 @@ def _only_reads(module: Any) -> bool:
     if is_plain(module, nn.Sequential):
         return len(module) > 0 and _only_reads(module[0])
     value = _traced(module, type(module)) if is_plain(module, type(module)) else None
-    return value is not None and bool(value.calls) and _only_reads(module._modules[value.calls[0]])
+    return value is not None and bool(value.calls) and _only_reads(getattr(module, value.calls[0]))
 
 
 def is_plain(module: Any, *classes: type[Any]) -> bool:
