@@ -34,10 +34,8 @@ from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.replay import Extra
 from ..reverse.residual import Residual
-from .alias import FSDP2, handed_on, same, version
-from .branch import Branch
-from .cache import spared
-from .own import Own
+from .next_x import FSDP2, Branch, handed_on, same, version
+from .own import Own, spared
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
 from ..reverse.replay import Extra
 from ..reverse.residual import Residual
-from ..stack.rectified import whole
+from .relu import whole
 
 Gamma = float | Iterable[float]
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..stack.rectified import DEEPEST, Rectified, rectified
 from .checks import choice, whole
 from .momentum import MomentumNet
+from .relu import DEEPEST, Rectified, branch_of
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -129,7 +129,7 @@ class MomentumStage(nn.Sequential):
         super().__init__(*blocks)
         kept = [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
-        other = next((block for block in kept if rectified(block) is None), None)
+        other = next((block for block in kept if branch_of(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
