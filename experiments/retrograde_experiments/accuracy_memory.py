@@ -18,11 +18,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import retrograde as rg
-from retrograde.measure import human
 
 from .data.batches import Resident
 from .findings import Finding, spread
 from .metrics import Key, Record
+from .private import human
 from .run import Context
 from .style import COLOURS, canvas
 from .train import Recipe, build

@@ -19,9 +19,8 @@ import torch
 
 EXTRAS = {
     "torchvision": "vision", "timm": "vision", "PIL": "vision", "transformers": "hf", "safetensors": "hf",
-    "torchdiffeq": "ode", "scipy": "theory", "triton": "kernels", "matplotlib": "experiments", "rich": "experiments",
-    "typer": "experiments", "sklearn": "experiments", "tensorboard": "experiments", "lightning": "train",
-    "accelerate": "train", "peft": "train",
+    "torchdiffeq": "ode", "scipy": "theory", "triton": "kernels", "matplotlib": "cli", "rich": "cli", "typer": "cli",
+    "sklearn": "cli", "lightning": "train", "accelerate": "train", "peft": "train",
 }  # fmt: skip
 _ON_TORCHVISION = {"timm", "lightning", "peft", "torchmetrics", "transformers"}
 _declared: list[torch.library.Library] = []

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from retrograde.cli.app import app
+from command_line import app
 from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.train.checkpoints import Checkpoints, damage
 from retrograde_experiments.train.learner import Learner, momentum_nets, ranges, set_gamma

@@ -16,7 +16,7 @@ def main() -> None:
     if missing:
         raise SystemExit(
             f"the retrograde command needs {', '.join(missing)}, not found here.\n"
-            'Install the experiments extra: pip install "retrograde[experiments]"'
+            'Install the cli extra: pip install "retrograde[cli]"'
         )
     from .app import app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -69,56 +70,5 @@ def plan(
         raise typer.Exit(1) from None
 
 
-@app.command()
-def reproduce(
-    name: Annotated[str, typer.Argument(help="of the experiment; see --list")] = "",
-    preset: Annotated[str, typer.Option(help="smoke (seconds), default (minutes) or paper (the paper's setting)")] = "default",
-    out: Annotated[Path | None, typer.Option(help="folder of the run  [default: out/results/PRESET/NAME]")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="a setting to change, as key=value; may be repeated")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
-    show_list: Annotated[bool, typer.Option("--list", help="name the experiments")] = False,
-) -> None:  # fmt: skip
-    """Run one figure or table of the paper, or go on with it, and draw it from its metrics."""
-    from . import reproduce as reproduction
-
-    reproduction.main(name, preset, out, changes or [], device, show_list)
-
-
-@app.command()
-def report(
-    out: Annotated[Path, typer.Option(help="the page; a Markdown one of the same name is written beside it")] = Path("report.html"),
-    results: Annotated[Path | None, typer.Option(help="folder with a run per experiment  [default: the repository's]")] = None,
-) -> None:  # fmt: skip
-    """Write one page with every experiment: the paper's number, ours, setting, figure, command, date and hardware."""
-    from . import report as reporting
-
-    reporting.main(out, results)
-
-
-@app.command()
-def bench(
-    cases: Annotated[list[str] | None, typer.Option(help="a case, or a pattern; may be repeated  [default: all]")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="a method, or a pattern; may be repeated  [default: all]")] = None,
-    without: Annotated[list[str] | None, typer.Option(help="a method, or a pattern, to leave out; may be repeated")] = None,
-    size: Annotated[str, typer.Option(help="smoke (seconds a case, on a CPU) or full (a GPU)")] = "smoke",
-    out: Annotated[Path, typer.Option(help="folder for CSV, Markdown and figure")] = Path("out/bench"),
-    repeats: Annotated[int | None, typer.Option(min=1, help="rounds that count  [default: 2 or 7, by size]")] = None,
-    peers: Annotated[Path | None, typer.Option(help="folder with momentumnet, revlib, memcnn")] = None,
-    largest: Annotated[float | None, typer.Option(help="GB of memory to look for the largest batch in")] = None,
-    minutes: Annotated[float | None, typer.Option(help="begin nothing new after so long")] = None,
-) -> None:  # fmt: skip
-    """Time and memory of training steps against plain autograd, checkpointing, the compiler and other packages."""
-    from . import bench as benchmark
-
-    written = benchmark.run(
-        cases or ["*"], methods or ["*"], without or [], size, out, repeats, peers, largest, minutes
-    )
-    Console().print("written: " + ", ".join(map(str, written)), soft_wrap=True, highlight=False)
-
-
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train(context: typer.Context) -> None:
-    """Train a residual network on images, plain or with momentum; the same command goes on with an interrupted run."""
-    from . import train as trainer
-
-    trainer.main(context.args)
+for _command in entry_points(group="retrograde.commands"):
+    _command.load()(app)

@@ -6,43 +6,65 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from retrograde.measure import peak_memory
+from retrograde_experiments.private import Peak, peak_memory
 
 from .cases import Case
 from .methods import Method, Missing, Setup
 
-Step = Callable[[], None]
+Kept = tuple[Tensor, ExitStack]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward, mean of squares, backward; gradients are added to those there are.
+
+    Attributes:
+        forward: gives the loss, and the contexts that backward runs in.
+        backward: takes them.
+    """
+
+    forward: Callable[[], Kept]
+    backward: Callable[[Kept], None]
+
+    def __call__(self) -> None:
+        self.backward(self.forward())
 
 
 def training_step(method: Method, net: nn.Module, x: Tensor, case: Case, cached: bool = True) -> Step:
-    """Forward, mean of squares, backward; gradients are added to those there are.
+    """The step of a method's network.
 
     Args:
         cached: whether autocast keeps the weights it has cast until the end of forward, as it does by default.
     """
 
-    def step() -> None:
-        with method.around():
-            with ExitStack() as inside:
-                if case.autocast is not None:
-                    inside.enter_context(torch.autocast(x.device.type, case.autocast, cache_enabled=cached))
-                loss = net(x).float().square().mean()
-                if method.inside:
-                    inside.enter_context(torch.autograd.set_multithreading_enabled(False))
-                    loss.backward()
-            if not method.inside:
-                loss.backward()
+    def forward() -> Kept:
+        with ExitStack() as stack:
+            stack.enter_context(method.around())
+            inside = stack.enter_context(ExitStack())
+            if case.autocast is not None:
+                inside.enter_context(torch.autocast(x.device.type, case.autocast, cache_enabled=cached))
+            loss = net(x).float().square().mean()
+            if method.inside:
+                inside.enter_context(torch.autograd.set_multithreading_enabled(False))
+            else:
+                inside.close()
+            return loss, stack.pop_all()
 
-    return step
+    def backward(kept: Kept) -> None:
+        loss, stack = kept
+        with stack:
+            loss.backward()
+
+    return Step(forward, backward)
 
 
-def captured(step: Step, device: torch.device) -> tuple[Step, int]:
+def captured(step: Step, device: torch.device) -> tuple[Callable[[], None], int]:
     """The step as a CUDA graph, and the peak of the pool that the graph keeps."""
     if device.type != "cuda":
         raise Missing("CUDA graphs need a CUDA device")
@@ -58,7 +80,8 @@ def captured(step: Step, device: torch.device) -> tuple[Step, int]:
         with torch.cuda.graph(graph):
             step()
 
-    return graph.replay, peak(capture, device)
+    free(device)
+    return graph.replay, peak_memory(capture, device=device).peak
 
 
 def zero_gradients(setup: Setup, x: Tensor) -> None:
@@ -72,11 +95,11 @@ def zero_gradients(setup: Setup, x: Tensor) -> None:
             leaf.grad.zero_()
 
 
-def peak(step: Step, device: torch.device) -> int:
-    """Bytes above what was there before."""
+def memory(step: Step, device: torch.device) -> Peak:
+    """Bytes above what was there before: the most at any time, and what forward keeps for backward."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return peak_memory(step, device=device).peak
+    return peak_memory(step.forward, step.backward, device=device)
 
 
 def free(device: torch.device) -> None:
@@ -160,11 +183,11 @@ class Agreement:
         try:
             return self._differing(method, setup, method.build(roomy(setup, 4)))
         except ValueError:
-            if method.budget is None:
+            if method.share is None:
                 raise
         return self._differing(method, setup, method.build(roomy(setup, 64)))
 
-    def differing(self, step: Step, setup: Setup) -> int:
+    def differing(self, step: Callable[[], None], setup: Setup) -> int:
         """How many gradients of a step are not those of the last twin."""
         zero_gradients(setup, self.x)
         step()
@@ -211,7 +234,7 @@ def largest_batch(method: Method, setup: Setup, limit: int, tries: int = 5) -> i
         step = training_step(method, method.build(setup), x, setup.case)
         step()
         held = x.numel() * x.element_size() * (2 if x.requires_grad else 1)
-        return fixed + held + peak(step, device)
+        return fixed + held + memory(step, device).peak
 
     small, large = max(1, setup.case.batch // 4), max(2, setup.case.batch // 2)
     seen = {batch: total(batch) for batch in (small, large)}

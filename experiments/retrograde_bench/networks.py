@@ -111,6 +111,38 @@ def transformer(depth: int, width: int, heads: int, tokens: int) -> Network:
     return Network(nn.Identity(), [Stage(layers, None, tokens * width)], nn.Identity())
 
 
+class Added(nn.Module):
+    """x + f(x) of a branch that knows nothing of it."""
+
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+def mlp(depth: int, width: int) -> Network:
+    """f(x) = W2ᵀ tanh(W1 x + b) [sander2021, Sec. 3.2]."""
+    branches = [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width, bias=False)) for _ in range(depth)
+    ]
+    return Network(nn.Identity(), [Stage([Added(f) for f in branches], None, width)], nn.Identity())
+
+
+def convolutions(depth: int, width: int, side: int) -> Network:
+    """f = conv-bn-relu-conv-bn."""
+
+    def half() -> list[nn.Module]:
+        return [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+
+    branches = [nn.Sequential(*half(), nn.ReLU(), *half()) for _ in range(depth)]
+    return Network(nn.Identity(), [Stage([Added(f) for f in branches], None, width * side**2)], nn.Identity())
+
+
 def resnet152() -> Network:
     return _cut(resnet(152), 56)
 

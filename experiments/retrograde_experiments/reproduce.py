@@ -11,11 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from retrograde_experiments.config import override, preset
-from retrograde_experiments.errors import ExperimentError
-from retrograde_experiments.progress import Shown
-from retrograde_experiments.registry import MODULES, about, load
-from retrograde_experiments.run import FIGURE, reproduce
+from .config import override, preset
+from .errors import ExperimentError
+from .progress import Shown
+from .registry import MODULES, about, load
+from .report import default_results, write
+from .run import FIGURE, reproduce
 
 
 def command(name: str, preset_name: str, assignments: list[str], device: str) -> str:
@@ -76,3 +77,13 @@ def main(name: str, preset_name: str, out: Path | None, assignments: list[str], 
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from here.")
         raise SystemExit(130) from None
+
+
+def write_report(out: Path, results: Path | None) -> None:
+    """The command `report`: errors as one line."""
+    try:
+        written = write(out, results or default_results())
+    except ExperimentError as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise SystemExit(1) from None
+    Console().print(f"Written: {written[0]}, {written[1]}", soft_wrap=True, highlight=False)

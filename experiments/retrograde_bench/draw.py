@@ -1,4 +1,4 @@
-"""Time against memory, one panel a case, from the CSV alone. Lower left is better.
+"""Time against memory, one panel a case, from rows of the table. Lower left is better.
 
 Families share a colour: plain and checkpointing, the compiler, other packages, ours. Each point has its name.
 """
@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .methods import BASELINE
-from .record import Row
-from .show import grouped
+from .record import Row, grouped
 
-_FAMILIES = (
-    ("graph-", "CUDA graphs", "#009E73", "P"),
-    ("ours-", "ours", "#0072B2", "o"),
-    ("compile-", "compiled", "#E69F00", "s"),
-    ("checkpoint-compiled", "compiled", "#E69F00", "s"),
+_FAMILIES = (  # part of the name, what it is, colour, marker
+    ("step=graph", "CUDA graphs", "#009E73", "P"),
+    ("ours", "ours", "#0072B2", "o"),
+    ("compile", "compiled", "#E69F00", "s"),
     ("momentumnet", "other packages", "#CC79A7", "D"),
     ("revlib", "other packages", "#CC79A7", "D"),
     ("memcnn", "other packages", "#CC79A7", "D"),
@@ -90,7 +88,7 @@ def _panel(axis: Any, title: str, group: Sequence[Row], handles: dict[str, Any])
 
 
 def _family(row: Row) -> tuple[str, str, str, str]:
-    return next(family for family in _FAMILIES if row.method.startswith(family[0]))
+    return next(family for family in _FAMILIES if family[0] in row.method)
 
 
 def _point(row: Row) -> tuple[float, float]:
@@ -110,6 +108,6 @@ def _label(axis: Any, group: Sequence[Row]) -> None:
         taken.append((x, y + up))
         line = {"arrowstyle": "-", "lw": 0.3, "color": "#999999"} if up else None
         axis.annotate(
-            row.method.removeprefix("ours-"), _point(row), xytext=(6, up * 72 / figure.dpi - 2),
+            row.method.removeprefix("ours").strip("[]").replace("memory=", ""), _point(row), xytext=(6, up * 72 / figure.dpi - 2),
             textcoords="offset points", fontsize=6.5, color=_family(row)[2], arrowprops=line,
         )  # fmt: skip

@@ -1,46 +1,36 @@
-"""The hazard matrix: what could make a gradient wrong, against every contender; and what `verify` costs.
+"""Runs the hazard matrix, what could make a gradient wrong against every contender, and writes docs/hazards.md.
 
 Each hazard (see tests/hazards) is run with stored activations and with each contender's way of saving memory, on the same
 seeds, and the gradients are compared. The page is written from what was found. momentumnet, revlib and memcnn take part
 where a folder that holds them is given:
 
     pip install --no-deps --target peers momentumnet==0.10 revlib==1.7.2 memcnn==1.5.2
-    python benchmarks/hazards.py --peers peers --write
-    python benchmarks/hazards.py --verify            # what each verify= costs, interleaved
+    python tests/hazards/write_page.py --peers peers --write
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import torch
+from hazard_contenders import PEERS, Retrograde, contenders
+from hazard_list import ALL, THEMES
+from hazard_registry import Cell, judge, judge_ours
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
 
-import retrograde as rg
-
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "hazards.md"
-sys.path.insert(0, str(ROOT / "tests" / "hazards"))
-
-from hazard_contenders import PEERS, Retrograde, contenders  # noqa: E402
-from hazard_list import ALL, THEMES  # noqa: E402
-from hazard_registry import Cell, judge, judge_ours  # noqa: E402
+PAGE = Path(__file__).parents[2] / "docs" / "hazards.md"
 
 COLUMNS = ["Retrograde", "torch checkpoint", *PEERS]
 INTRODUCTION = """\
 # Hazards
 
 What could make a gradient wrong without anybody noticing, and what happens. Every row is a small function in
-`tests/hazards`; `python benchmarks/hazards.py --peers FOLDER --write` runs them all and writes this page, and the tests run our
+`tests/hazards`; `python tests/hazards/write_page.py --peers FOLDER --write` runs them all and writes this page, and the tests run our
 column. {environment}
 
 A row is run twice on the same seeds: with stored activations, which is the truth, and with the contender's way of saving
@@ -148,52 +138,13 @@ def page(cells: dict[str, dict[str, Cell]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner, self.outer = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(torch.nn.functional.gelu(self.inner(self.norm(x))))
-
-
-def verify_costs(width: int = 128, depth: int = 24, rows: int = 256, rounds: int = 40) -> Table:
-    """A training step with each verify=, in turns, by processor time: other work on the machine does not count."""
-    torch.manual_seed(0)
-    blocks, x = [Block(width) for _ in range(depth)], torch.randn(rows, width)
-    nets = {
-        v: rg.MomentumNet(blocks, memory="reverse", fraction_bits=20, verify=v)
-        for v in ("off", "auto", "end", "blocks")
-    }
-    times: dict[str, list[float]] = {v: [] for v in nets}
-    for k in range(rounds + 2):
-        for v, net in list(nets.items())[:: 1 if k % 2 else -1]:
-            start = time.process_time()
-            net(x).square().mean().backward()
-            net.zero_grad()
-            times[v].append(time.process_time() - start)
-    medians = {v: statistics.median(t[2:]) for v, t in times.items()}
-    table = Table("verify", "step", "over verify='off'", title=f"MLP blocks, width {width}, depth {depth}, {rows} rows")
-    for v, seconds in medians.items():
-        table.add_row(v, f"{seconds * 1e3:.1f} ms", f"{seconds / medians['off'] - 1:+.1%}")
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", help="folder that holds momentumnet, revlib and memcnn")
     parser.add_argument("--write", action="store_true", help="write docs/hazards.md")
-    parser.add_argument("--verify", action="store_true", help="only measure what verify= costs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
-    if options.verify:
-        console.print(verify_costs())
-        return
     cells = run(options.peers)
     if options.write:
         PAGE.write_text(page(cells))

@@ -59,7 +59,7 @@ class TwoStreams(nn.Module):
 
 
 def _dim(setup: Setup) -> int:
-    return 1 if setup.case.images else 2
+    return 2 if len(setup.case.shape) == 2 else 1
 
 
 def _revlib(setup: Setup) -> nn.Module:
