@@ -101,7 +101,7 @@ _BF16 = torch.bfloat16
 
 def _mlp(name: str, depth: int, batch: int, width: int, note: str = "", **rest: object) -> dict[str, Case]:
     title = f"MLP, depth {depth}, {batch}×{width}{note}"
-    smoke = Case(name, f"{title} (smoke: depth 4, 8×16)", lambda: mlp(4, 16), (16,), 8, options=("named",))
+    smoke = Case(name, f"{title} (smoke: depth 8, 64×64)", lambda: mlp(8, 64), (64,), 64, options=("named",))
     return _sized(smoke, "cpu", title=title, network=lambda: mlp(depth, width), shape=(width,), batch=batch, **rest)
 
 

@@ -76,8 +76,8 @@ def _results(rows: Sequence[Row]) -> list[str]:
     out = []
     for title, group in grouped(rows).items():
         measured = sorted({(row.date, row.device, row.host) for row in group})
-        where = "; ".join(f"{date}, {' with '.join(filter(None, (device, host)))}" for date, device, host in measured)
-        out += [f"### {title}", "", f"Measured {where}.", "", *markdown_table(lines(group)), ""]
+        where = "; ".join(f"{date}: {' with '.join(filter(None, (device, host)))}" for date, device, host in measured)
+        out += [f"### {title}", "", f"{where}.", "", *markdown_table(lines(group)), ""]
     return out[:-1]
 
 
