@@ -105,6 +105,8 @@ def paged(
     from . import page, record
     from .draw import scatter
 
+    if not page.PAGE.exists():
+        raise SystemExit("this needs a checkout of the repository, installed with pip install -e ./experiments")
     new = page.update()
     if check:
         if new != page.PAGE.read_text(encoding="utf-8"):
