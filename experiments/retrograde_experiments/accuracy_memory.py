@@ -93,7 +93,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     memory = "reverse" if unit["gamma"] else "store"
     net = build(
         config.model, classes=source.classes, channels=source.channels, gamma=unit["gamma"], memory=memory,
-        state_bits=unit.get("bits", "auto"),
+        fixed_point="int16" if unit.get("bits") == 16 else "auto",
     )  # fmt: skip
     learner, curve = trained(net, config.recipe(), source, context)
     x, y = next(source.epoch(0))
