@@ -289,12 +289,12 @@ def standard(case: Case) -> list[str]:
     """What is measured where no methods are named: every baseline, and ours in every mode, in the form that is best for the case."""
     form = "" if case.images else ",form=branch"
     found = [f"ours[memory={mode}{form}]" for mode in MODES]
+    if "named" in case.options:
+        return ["plain", BASELINE, "momentumnet", *found[:3]]
     if case.images:
         found += ["ours[memory=reverse,form=relu]", "ours[memory=auto,form=relu]", "ours[memory=auto,by=convert]"]
     if case.autocast is not None:
         found += [f"ours[memory=reverse{form},fixed_point=int16]"]
-    if "named" in case.options:
-        return ["plain", BASELINE, "momentumnet", *found]
     return [*(method.name for method in baselines()), *found]
 
 

@@ -19,16 +19,13 @@ from retrograde.extras import require
 from .cases import selected
 from .record import Row
 
-WAYS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "checkpoint": {"gamma": 0, "memory": "checkpoint"},
-    "ours[memory=reverse,by=convert]": {"gamma": 0.9, "memory": "reverse"},
-    "ours[memory=auto,by=convert]": {"gamma": 0.9},
+Way = tuple[str, dict[str, Any] | None]  # as the table calls it, and options of `rg.convert`
+WAYS: dict[str, Way] = {  # by the name that `Plan.peaks` has for it
+    "plain": ("plain", None),
+    "checkpoint": ("checkpoint", {"gamma": 0, "memory": "checkpoint"}),
+    "reverse": ("ours[memory=reverse,by=convert]", {"gamma": 0.9, "memory": "reverse"}),
+    "auto": ("ours[memory=auto,by=convert]", {"gamma": 0.9, "memory": "auto"}),
 }
-_PREDICTED = {
-    "plain": "plain",
-    "checkpoint": "checkpoint",
-}  # what `Plan.peaks` calls the ways that are not "reverse" or "auto"
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,14 @@ def rows(patterns: Sequence[str], facts: Row) -> Iterator[Row]:
         torch.manual_seed(0)
         net, x = model.make().cuda().train(), model.batch()
         planned = rg.plan(net, x, autocast=model.dtype)
-        for way, options in WAYS.items():
+        for way, (written, options) in WAYS.items():
             if options is not None:
                 rg.convert(net, **options)
             found = rg.measure(Autocast(net, model.dtype), x, repeats=3, warmup=2)
-            expected = planned.peaks[_PREDICTED.get(way) or way.split("=")[1].split(",")[0]]
+            expected = planned.peaks[way]
             times = {"median": 1e3 * found.times.median, "best": 1e3 * found.times.min, "repeats": 3}
             yield replace(
-                facts, case=model.name, title=model.title, method=way, peak=found.peak, held=found.held, predicted=expected.peak,
+                facts, case=model.name, title=model.title, method=written, peak=found.peak, held=found.held, predicted=expected.peak,
                 predicted_held=expected.held, **times,  # type: ignore[arg-type]
             )  # fmt: skip
             if options is not None:
