@@ -109,7 +109,7 @@ def test_depth_and_epochs_below_one_are_refused(option: str) -> None:
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("rich", "typer") else object())
-    with pytest.raises(SystemExit, match=r"(?s)needs rich, typer.*pip install \"retrograde\[experiments\]\""):
+    with pytest.raises(SystemExit, match=r"(?s)needs rich, typer.*pip install \"retrograde\[cli\]\""):
         cli.main()
 
 
