@@ -193,6 +193,17 @@ class KeywordOnly(Block):
         return self.act(by(self.first(x)) + x)
 
 
+class Static(Block):
+    """Has no `self`."""
+
+    @staticmethod
+    def scaled(self: Tensor) -> Tensor:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.scaled(self.first(x)) + x)
+
+
 class Keyword(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.first(input=x) + x)
@@ -297,7 +308,7 @@ class LeavesOnX(Block):
 
 OTHERS = [
     Training, Chance, Super, Functional, Twice, Scaled, After, Wasted, IntoX, Optional, Caught, Preactivated, Property, Counting,
-    Default, Wrapped, WrittenTo, Keyword, KeywordOnly, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule,
+    Default, Wrapped, WrittenTo, Keyword, KeywordOnly, Static, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule,
     LeavesOnX,
 ]  # fmt: skip
 
