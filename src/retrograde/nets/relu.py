@@ -52,9 +52,7 @@ class _Value:
         return _Value(self.calls or other.calls, "+")
 
     def __iadd__(self, other: Any) -> _Value:
-        self + other
-        if not self.calls:
-            raise TypeError("x is written to")
+        self + other  # of x itself, which is written to then, the calls do not become f
         self.sum = "+="
         return self
 
