@@ -172,7 +172,9 @@ for _name, _gamma in (
     condition(schemes=FORMS, name=_name, gamma=_gamma)(two_steps)
 for _name, _velocity in (("first", "first"), ("module", nn.Linear(8, 8)), ("function", torch.sin)):
     condition(schemes=FORMS, name=f"velocity: {_name}", velocity=_velocity)(two_steps)
-condition(schemes=FORMS, name="gamma per layer and velocity", gamma=[1, 0.3, 0.99, 0.9, 0.5, 0.2, 0.7], velocity="first")(two_steps)
+condition(
+    schemes=FORMS, name="gamma per layer and velocity", gamma=[1, 0.3, 0.99, 0.9, 0.5, 0.2, 0.7], velocity="first"
+)(two_steps)
 condition(name="a range that is given", fixed_point=rg.FixedPoint(18, torch.int32))(two_steps)
 condition(name="verify=off", verify="off")(two_steps)
 condition(tied=True, name="one block again and again")(two_steps)
@@ -648,7 +650,11 @@ def test_the_inverse_takes_the_same_kernels_and_moves_no_statistics() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_state_carries_gradients_of_x_and_v(form: str) -> None:
-    net, x, found = network(form, [Mlp() for _ in range(DEPTH)], velocity="first").double(), torch.randn(3, 8).double(), []
+    net, x, found = (
+        network(form, [Mlp() for _ in range(DEPTH)], velocity="first").double(),
+        torch.randn(3, 8).double(),
+        [],
+    )
     leaf = x.clone().requires_grad_()
     state = net.encode(leaf)
     found = gradients(state.x.sum() + (3 * state.v).square().sum(), net, leaf)
@@ -716,11 +722,16 @@ def test_gamma_zero_is_the_plain_network(form: str, memory: str) -> None:
 
 
 def pair(branches: list[nn.Module], **options: Any) -> list[Any]:
-    return [network("relu", copy.deepcopy(branches), **options), network("block", [Whole(b) for b in branches], **options)]
+    return [
+        network("relu", copy.deepcopy(branches), **options),
+        network("block", [Whole(b) for b in branches], **options),
+    ]
 
 
 @pytest.mark.parametrize("velocity", [None, "first"])
-@pytest.mark.parametrize("gamma", [[0.9], [0.5, 0.9], [1, 0.3, 0.99], [0.9, 0.99, 1], [0.5, 0], [0, 0.5], [0.9, 0, 0], [0.9] * 9])
+@pytest.mark.parametrize(
+    "gamma", [[0.9], [0.5, 0.9], [1, 0.3, 0.99], [0.9, 0.99, 1], [0.5, 0], [0, 0.5], [0.9, 0, 0], [0.9] * 9]
+)
 def test_the_relu_form_is_the_network_whose_blocks_add_and_rectify(gamma: list[float], velocity: str | None) -> None:
     x = torch.randn(3, 8).double()
     for memory in ("store", "checkpoint", *(["reverse"] if all(gamma) else [])):
@@ -789,7 +800,9 @@ def test_16_bit_state_is_no_coarser_than_the_dtype_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("x", [torch.ones(0, 8), torch.ones(8), torch.ones(4, 3, 8).transpose(0, 1), torch.ones(1, 8).expand(5, 8)])
+@pytest.mark.parametrize(
+    "x", [torch.ones(0, 8), torch.ones(8), torch.ones(4, 3, 8).transpose(0, 1), torch.ones(1, 8).expand(5, 8)]
+)
 def test_inputs_of_odd_shapes_and_layouts(x: Tensor, plan: Plan) -> None:
     for form in FORMS:
         net = network(form, [Mlp()] * DEPTH)

@@ -106,7 +106,9 @@ class Mixed(nn.Module):
         for block in net.blocks:
             run.step(block, extra)
         if not run.plain:
-            net.range.learn(run.state.range, net.training, 0 if isinstance(net, CouplingNet) else net.recurrence.most_guard)
+            net.range.learn(
+                run.state.range, net.training, 0 if isinstance(net, CouplingNet) else net.recurrence.most_guard
+            )
         return run.rest() if isinstance(net, CouplingNet) else run.finish()
 
 
