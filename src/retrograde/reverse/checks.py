@@ -167,6 +167,7 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
     if any(_has_undefined(m) for m in call.parts.modules):
         return []
     statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
+    copied = call.parts.instance_norms or any(map(_compiled, (call.block, *call.parts.modules)))
     others = [t for t in (*call.parts.watched, *statistics, x) if _plain(t)]
     excluded = {t.untyped_storage()._cdata for t in others}
     found: list[Picked] = []
@@ -179,7 +180,7 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
         where = (t.data_ptr(), t.shape, t.stride())
         if not storage.nbytes() or storage._cdata in excluded or where in seen:
             continue  # no bytes: memory that is let go and filled again from outside, as FSDP does with parameters
-        if any(_same(t, s) for s in statistics):
+        if copied and any(_same(t, s) for s in statistics):
             continue
         seen.add(where)
         step = max(t.numel() // SAMPLE, 1)
@@ -193,9 +194,13 @@ def _has_undefined(module: nn.Module) -> bool:
     return isinstance(module, nn.CTCLoss) or (isinstance(module, nn.RReLU) and not module.training)
 
 
+def _compiled(module: Any) -> bool:
+    return type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save."""
-    return a.dim() <= 1 and b.dim() <= 1 and b.numel() > 0 and a.numel() % b.numel() == 0 and a.dtype == b.dtype
+    return b.is_floating_point() and a.dim() <= 1 and b.dim() <= 1 and b.numel() > 0 and a.numel() % b.numel() == 0 and a.dtype == b.dtype
 
 
 def _local(t: Tensor) -> Tensor:
