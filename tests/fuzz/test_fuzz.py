@@ -136,7 +136,7 @@ def test_16_bit_state_far_out_of_range_is_rewound_all_the_same(form: str) -> Non
     blocks = [nn.Linear(8, 8) for _ in range(8)]
     x = torch.randn(3, 8) * 1e4
     net = rg.MomentumNet(
-        blocks, form=form, memory="reverse", fraction_bits=6, state_bits=16, overflow="nan", verify="end"
+        blocks, form=form, memory="reverse", fraction_bits=6, state_bits=16, overflow="nan", verify="strict"
     )
     y = net(x)
     assert y.isnan().all()

@@ -1,7 +1,7 @@
 """After a fault the next step works, memory is back, nothing is left half-done that is not said here.
 
 An exception while blocks are run again in backward leaves `.grad` as plain autograd and torch.utils.checkpoint leave it: later
-blocks have their gradients, earlier ones do not. With verify="end" or "blocks" it is put back as it was. Random
+blocks have their gradients, earlier ones do not. With verify="strict" or "blocks" it is put back as it was. Random
 states, modes, autocast, buffers and parameters are always put back.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.measure import held_bytes
+from retrograde.memory.peak import held_bytes
 
 MODES = ["reverse", "checkpoint"]
 FAULTS: list[type[BaseException]] = [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError, MemoryError, SystemExit]

@@ -29,7 +29,7 @@ def same_bits(found: list[list[Tensor]]) -> bool:
 def test_autocast_transformer_of_depth_50_with_backward_outside(form: str, dtype: torch.dtype) -> None:
     blocks, x, found = transformer(50), torch.randn(2, 5, 8), []
     for memory in ("store", *REPLAYING):
-        net = rg.MomentumNet(copy.deepcopy(blocks), form=form, memory=memory, fraction_bits=20, verify="end")
+        net = rg.MomentumNet(copy.deepcopy(blocks), form=form, memory=memory, fraction_bits=20, verify="strict")
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=dtype):
             loss = net(x).square().mean()
@@ -133,7 +133,7 @@ def test_massive_activations(peak: float) -> None:
     x[:, 5], x[:, 17] = peak, -0.3 * peak
     found = []
     for memory in ("store", *REPLAYING):
-        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, verify="end")
+        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, verify="strict")
         net(x).square().mean().backward()
         found.append([p.grad for p in net.parameters()])
     assert same_bits(found)
