@@ -7,7 +7,6 @@ compared(case)                   whether that is the same as with stored activat
 from __future__ import annotations
 
 import copy
-import re
 import threading
 import warnings
 from collections.abc import Sequence
@@ -24,22 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import retrograde as rg
 
 Found = dict[str, Tensor]
-
-_WRITTEN = "changed a tensor in place that autograd had saved"
-KNOWN: tuple[tuple[str, str, str], ...] = (
-    (
-        "grad",
-        _WRITTEN,
-        "plain autograd refuses as well, but only if that gradient is asked for; a replay is refused in forward",
-    ),
-    (
-        "offload",
-        _WRITTEN,
-        "plain autograd refuses as well, but here it has saved copies on the CPU, which nobody writes to",
-    ),
-)
-"""Refusals to be put up with for now: program, what the error says, why."""
-
 
 def _loss(y: Tensor) -> Tensor:
     return y.float().square().sum() if y.dtype != torch.float64 else y.square().sum()
@@ -276,7 +259,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def compared(case: Case) -> tuple[str, str]:
-    """How the modes compare: "same", "refused" (by all), "known" (see `KNOWN`) or "mismatch", and a line about it."""
+    """How the modes compare: "same", "refused" (by all) or "mismatch", and a line about it."""
     net = build(case)
     expected = outcome(case, net, "store")
     verdict = "refused" if isinstance(expected, Exception) else "same"
@@ -285,19 +268,10 @@ def compared(case: Case) -> tuple[str, str]:
         if isinstance(expected, Exception) and isinstance(found, Exception):
             continue
         if isinstance(expected, Exception) or isinstance(found, Exception):
-            if not (_known(case, found) or _known(case, expected)):
-                return "mismatch", f"{mode}: {_short(found)}; store: {_short(expected)}"
-            verdict = "known"
-        elif (text := difference(expected, found)) is not None:
+            return "mismatch", f"{mode}: {_short(found)}; store: {_short(expected)}"
+        if (text := difference(expected, found)) is not None:
             return "mismatch", f"{mode}: {text}"
     return verdict, ""
-
-
-def _known(case: Case, found: Found | Exception) -> bool:
-    return any(
-        case.program == program and isinstance(found, Exception) and re.search(words, str(found))
-        for program, words, _ in KNOWN
-    )
 
 
 def _short(result: Found | Exception) -> str:
