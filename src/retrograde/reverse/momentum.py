@@ -216,7 +216,7 @@ def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None
     """a + b in this dtype, into a's memory where no graph is made of it; b is never written to."""
     if a is None or b is None:
         return a if b is None else b.to(dtype, copy=True)
-    return a + b if traced(a, b) else a.add_(b)
+    return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
 
 
 @dataclass
