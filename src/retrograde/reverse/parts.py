@@ -42,7 +42,7 @@ class Parts:
         tensors = [*self.parameters, *(b for _, own in self.buffers for b in own.values() if b is not None)]
         self.settled = not any(map(is_lazy, tensors))
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
-        self.modes = [(m.__dict__, {"training": m.training}) for m in modules]
+        self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
         self.fingerprints: dict[Any, list[int]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
     def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -57,7 +57,8 @@ class Parts:
         own = [of for of, _ in self.statistics]
         replay = [{name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics]
         if not self.unchanged():
-            before = [*self.modes, *self.buffers, *self.registered]
+            modes = [(m.__dict__, {"training": was}) for m, was in zip(self.modules, self.training, strict=True)]
+            before = [*modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]
             replay += [was for _, was in before]
         return own, replay
