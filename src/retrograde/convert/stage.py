@@ -250,7 +250,7 @@ class Stage:
 
     def _learn(self, run: Pass, training: bool) -> None:
         """Take note of the largest values of a pass."""
-        if is_fake(run.state.x):
+        if is_fake(run.state.range.table):
             return
         try:
             self.range.learn(run.state.range, training, self.recurrence.most_guard)

@@ -195,12 +195,21 @@ def _has_undefined(module: nn.Module) -> bool:
 
 
 def _compiled(module: Any) -> bool:
-    return type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save."""
-    return b.is_floating_point() and a.dim() <= 1 and b.dim() <= 1 and b.numel() > 0 and a.numel() % b.numel() == 0 and a.dtype == b.dtype
+    return (
+        b.is_floating_point()
+        and a.dim() <= 1
+        and b.dim() <= 1
+        and b.numel() > 0
+        and a.numel() % b.numel() == 0
+        and a.dtype == b.dtype
+    )
 
 
 def _local(t: Tensor) -> Tensor:

@@ -107,12 +107,12 @@ class Pass:
         if k == self.reversed and k:
             self.state = self.state.fork()  # the tape stays here
         x = self.x
+        self._rejoin_if_observed(x)
         y = self._output(block, extra, k, name or f"block {k}")
         if self.plain:
             self.x = self.state.advance(k, y)
         elif self.tracked:
-            if observed(x) or (x.grad_fn is None and x.requires_grad):
-                self.rejoin(x)
+            self._rejoin_if_observed(x)  # the block may have put a hook on its input
             if torch.is_autocast_enabled(self.device.type):
                 torch.clear_autocast_cache()  # NOTE 7 of `replay`: else weights cast for the block stay until the end of forward
             *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
@@ -146,6 +146,13 @@ class Pass:
         at = self.state.token_of(self.k)
         self.tokens[at] = Rejoin.apply(self.tokens[at], x, self.state)
         self.state.gradient.observed.add(self.k)
+
+    def _rejoin_if_observed(self, x: Tensor) -> None:
+        """Before the block where possible: then its gradients are added up first, as without a look."""
+        if self.plain or not self.tracked or self.k in self.state.gradient.observed:
+            return
+        if observed(x) or (x.grad_fn is None and x.requires_grad):
+            self.rejoin(x)
 
     def finish(self) -> Tensor:
         """The last x."""

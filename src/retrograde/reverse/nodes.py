@@ -11,7 +11,8 @@ scheme (`scheme`).
 
 The float x of a layer is given only the gradient that comes through the block it goes into; the rest of its gradient
 goes by the token. Where somebody looks at the gradient of x (a hook, `retain_grad`), or x comes back as another
-tensor, `Rejoin` leads all of it through the float. In float32 and float64 that changes no bit; in 16 bits it rounds
+tensor, `Rejoin` leads all of it through the float. In float32 and float64 that changes no bit, unless it is the block
+that looks at its own input and uses it more than once: the sum is then made in another order. In 16 bits it rounds
 the sum as x is rounded.
 """
 

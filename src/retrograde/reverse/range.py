@@ -223,6 +223,11 @@ class Range:
     def begin(self, x0: Tensor, rows: int, *, training: bool, overflow: str, most_guard: int = MOST_GUARD) -> PassRange:
         """The range of a pass on x0. Raises here what an earlier pass on an accelerator turns out to have met."""
         self.deferred.collect(x0)
+        if x0.is_meta and torch.is_grad_enabled():
+            raise TypeError(
+                "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
+                "them, under torch.no_grad() there is an output without them; else move the model and its input to a device."
+            )
         if self.narrow and x0.dtype == torch.float64:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
         if isinstance(self.setting, FixedPoint):

@@ -179,7 +179,7 @@ class Source(Protocol):
 
     def recall(self, k: int) -> Tensor: ...
     def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, k: int) -> None: ...
+    def abandon(self, x: Tensor) -> None: ...
     def pass_by(self, k: int) -> None: ...
 
 
@@ -267,7 +267,7 @@ class Frame:
             self.source.settle(self.k, y, self.eager)
             self.saved = list(saved)
         except BaseException:
-            self.source.abandon(self.k)
+            self.source.abandon(x)
             raise
         finally:
             saved.clear()  # NOTE 7: break the reference cycle saved tensor → hook → this list
