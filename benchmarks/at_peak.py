@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kernel_times import prepared
-from retrograde.measure.units import human
+from retrograde.memory import human
 from retrograde_bench.cases import SIZES, cases
 from retrograde_bench.methods import choose
 from retrograde_bench.step import training_step, zero_gradients

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.measure import human, interleave, peak_memory
+from retrograde.memory import human, interleave, peak_memory
 
 BASELINE = "checkpoint (plain network)"
 TIED_DEPTHS = (20, 40, 80)

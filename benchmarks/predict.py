@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.extras import require
-from retrograde.measure import human
+from retrograde.memory import human
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,

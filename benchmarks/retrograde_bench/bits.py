@@ -17,7 +17,7 @@ import torch
 
 from retrograde.core.rational import as_ratios
 from retrograde.stack.momentum import Recurrence
-from retrograde.stack.planner import holding
+from retrograde.memory.modes import holding
 
 DEPTHS = (8, 16, 24, 61, 96, 166, 600, 1000)
 HEADER = (

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 import retrograde as rg
-from retrograde.stack.timeline import with_reserve
+from retrograde.memory.schedule import with_reserve
 
 from .cases import Case, selected
 from .compiling import Compiled, compiled, run

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from retrograde.measure import Times, human, interleave
+from retrograde.memory import Times, human, interleave
 
 from .cases import Case
 from .methods import Method, Missing, Setup, choose

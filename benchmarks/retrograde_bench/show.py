@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import retrograde as rg
-from retrograde.measure import human
+from retrograde.memory import human
 
 from .methods import BASELINE
 from .record import Row, ratio

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from retrograde.measure import peak_memory
+from retrograde.memory import peak_memory
 
 from .cases import Case
 from .methods import Method, Missing, Setup

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import retrograde as rg
-from retrograde.measure import human
+from retrograde.memory import human
 
 from .data.batches import Resident
 from .findings import Finding, spread

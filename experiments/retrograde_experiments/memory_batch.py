@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.measure import human
+from retrograde.memory import human
 
 from .findings import Finding
 from .metrics import Key, Record

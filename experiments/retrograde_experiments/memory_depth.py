@@ -2,7 +2,7 @@
 
     f(x) = W₂ᵀ tanh(W₁x + b), the same at each of k layers; batch 500, d = 500, γ = 1 − 1/(50k)
 
-Every allocation of one forward and backward pass is counted, above parameters, gradients and input (`retrograde.measure`). The
+Every allocation of one forward and backward pass is counted, above parameters, gradients and input (`retrograde.memory`). The
 paper does not give the width p of f: 8, as in the authors' published example. "checkpoint" keeps each block's input
 (torch.utils.checkpoint). "reference" is momentumnet 0.10, where it is among the `ways` and can be imported:
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.measure import human
+from retrograde.memory import human
 
 from .errors import ExperimentError
 from .findings import Finding

@@ -11,7 +11,7 @@ from . import kernels as kernels
 from . import theory as theory
 from .convert import GammaWarmup, Plan, convert, plan, revert
 from .core.errors import RangeOverflow, ReplayError
-from .measure import measure
+from .memory import measure
 from .nets.momentum import MomentumNet, State
 from .settle import settle
 

@@ -96,7 +96,7 @@ def test_a_budget_and_a_plan() -> None:
     table = rg.plan(model, x, form="relu")
     assert {row.form for row in table.stages} == {"relu"}
     wanted = grads(rg.convert(copy.deepcopy(model), form="relu", fraction_bits=18, memory="store"), x)
-    found = grads(rg.convert(copy.deepcopy(model), form="relu", fraction_bits=18, budget=10**9), x)
+    found = grads(rg.convert(copy.deepcopy(model), form="relu", fraction_bits=18, memory=10**9), x)
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 

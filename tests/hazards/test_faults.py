@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.measure import held_bytes
+from retrograde.memory import held_bytes
 
 MODES = ["reverse", "checkpoint"]
 FAULTS: list[type[BaseException]] = [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError, MemoryError, SystemExit]

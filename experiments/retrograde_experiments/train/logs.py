@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from retrograde.extras import require
-from retrograde.measure import human
+from retrograde.memory import human
 
 from ..metrics import finite, writing
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..measure import Times, measure
+from ..memory import Times, measure
 from ..nets.momentum import MomentumNet
 from .digits import Checkpointed, Digits, Residual, branch, head, load_digits, stem
 

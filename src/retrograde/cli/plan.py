@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,31 +18,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_leaves
 
 from ..convert.plan import Plan, plan
-from ..convert.predict import predict
-from ..measure.units import human
+from ..memory.fake import fake_copy, run_step
+from ..memory.step import as_call, mean_of_squares
+from ..memory.units import human, parse_bytes
 from .models import Source, source
 
 AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"none": 0, "sgd": 1, "adam": 2}  # tensors of the size of the parameters
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{p}{b}": base**k for k, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024), ("", 1000))},
-}
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes.
-
-    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
-    (24000000000, 1610612736, 4096)
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
-    try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2].lower()])
-    except (AssertionError, KeyError, ValueError):
-        raise ValueError(f"a budget is a number of bytes, as 24GB, 1.5GiB or 4096; got {text!r}.") from None
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ def main(
     if available is not None:
         made = plans[batch]
         room = available - made.parameters - (1 + OPTIMIZERS[optimizer]) * made.gradients - made.batch
-        make = partial(plan, model, examples[batch], budget=max(room, 0), **options)  # type: ignore[arg-type]
+        make = partial(plan, model, examples[batch], memory=max(room, 0), **options)  # type: ignore[arg-type]
         with console.status(f"the quickest way within {human(available)}"):
             told = _within(room, make, gamma, stages)
         console.print(told, soft_wrap=True, highlight=False)
@@ -99,7 +80,8 @@ def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any])
         raise  # in words already
     except Exception as error:
         try:
-            predict(model, example, autocast=options["autocast"])
+            with fake_copy(model, *as_call(example)) as fake:
+                run_step(fake, mean_of_squares, options["autocast"])
         except Exception as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(example) if isinstance(t, torch.Tensor))
             raise ValueError(
@@ -152,7 +134,7 @@ def _within(room: int, make: Callable[[], Plan], gamma: float, stages: list[str]
     modes = "; ".join(f"{row.path}: {row.mode}" for row in made.rows)
     peak = made.peaks["auto"].peak
     named = f", stages={stages}" if stages else ""
-    return f"rg.convert(model, gamma={gamma:g}{named}, budget={room}), activations at most {human(peak)}:\n  {modes}"
+    return f"rg.convert(model, gamma={gamma:g}{named}, memory={room}), activations at most {human(peak)}:\n  {modes}"
 
 
 def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from ..measure import duration, human
+from ..memory import duration, human
 from .demo import GAMMA, WAYS, Outcome, Setting
 
 COLOURS = dict(zip(WAYS, ("#6b7280", "#2563eb", "#ea580c"), strict=True))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.call import Extra
+from ..memory.fake import is_fake
 from ..stack.rectified import heard, rectified
 from ..stack.uncompiled import uncompiled
 from .cache import Spare, cached
@@ -57,10 +58,10 @@ class Converted:
         if place.stage.rectifies:
             branch = rectified_now(self, place, alone=not (args or kwargs))
             forward, keyword = (forward, keyword) if branch is None else (branch, None)
-        if place.stage.settings.compile is not None and place.stage.dry is None:
+        if place.stage.settings.compile is not None and not is_fake(x):
             forward = compiled(forward, place.stage.settings.compile)
         whole = place.stage.rectifies and branch is None
-        own = Own(self, forward, keyword, place.stage.dry, whole)  # type: ignore[arg-type]
+        own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
         args, kwargs = without_cache(args, kwargs, place)
         return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
 
@@ -190,7 +191,7 @@ def _spare(value: Any, place: Place) -> Any:
             "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
         )
     inside = (v for layer in getattr(value, "layers", ()) for v in vars(layer).values())
-    if place.stage.dry and any(isinstance(v, Tensor) for v in inside):
+    if any(map(is_fake, inside)):
         raise TypeError(
             f"{place.path} was given a key-value cache that cannot be copied without values: pass use_cache=False."
         )

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from ..core.rational import as_ratios
+from ..memory.budget import Scheduler
+from ..memory.modes import MODES, Budget, parse_memory
 from ..stack.calibrate import holders
-from ..stack.planner import MODES, check_budget
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.rectified import DEEPEST, rectified
 from . import block as blocks
-from .arrange import Arrangement
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
 from .stage import Settings, Stage
-from .survey import ARRANGED, STAGES, survey
+from .survey import SCHEDULER, STAGES, survey
 
 NESTED = "_retrograde_nested"
 _CHOICES = {
@@ -31,9 +31,10 @@ _CHOICES = {
 
 def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None,
-    form: str | None = None, velocity: str | None = None, memory: str = "auto", fraction_bits: int | str = "auto", verify: str = "auto",
+    form: str | None = None, velocity: str | None = None, memory: str | int | float = "auto",
+    fraction_bits: int | str = "auto", verify: str = "auto",
     overflow: str = "raise", state_bits: int | str = "auto", compile: bool | dict[str, Any] = False,
-    least: int = 2, budget: int | float | str | None = None,
+    least: int = 2,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -54,15 +55,14 @@ def convert(
             "relu" for stages whose blocks are all proved to be of that kind (`rectified`) and at most 64, else "block"; in a step in
             which that no longer holds, because of a hook on the relu say, the block is run as with "block".
         velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
-        memory, fraction_bits, verify, overflow, state_bits: as in `MomentumNet`.
+        memory: as in `MomentumNet`. A budget is for a training step of the whole model, at its highest point, above parameters,
+            gradients and batch. The quickest plan within it is taken: blocks keep their inputs or their tensors, and are not
+            reversed or not run again. What is needed is found by a step on a copy of the model without values; where that cannot
+            be run, from the first real step. Code that keeps tensors outside of modules, in global caches, cannot be copied.
+        fraction_bits, verify, overflow, state_bits: as in `MomentumNet`.
         compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
             compile the rest of the model too, `torch.compile` it afterwards.)
         least: the fewest blocks that make a stage.
-        budget: with memory="auto", how much memory a training step of the model may take at its highest point, above
-            parameters, gradients and batch: whole bytes, or a fraction of the device's memory as a float. The quickest plan within
-            it is taken: blocks keep their inputs or their tensors, and are not reversed or not run again. "free": as far as the
-            highest point stays where it is without a budget. What is needed is found by a step on tensors without values before
-            the first one, which code that keeps tensors outside of modules, in global caches, should not be asked for.
 
     Returns:
         The model.
@@ -76,12 +76,12 @@ def convert(
     >>> model = convert(nn.TransformerEncoder(layer, 6), gamma=0.9)
     >>> model(torch.randn(2, 5, 16)).sum().backward()
     """
+    mode, budget = parse_memory(memory)
     settings = Settings(
-        gamma, form or "block", velocity, memory, fraction_bits, verify, overflow, state_bits, _compile_options(compile),
+        gamma, form or "block", velocity, mode, fraction_bits, verify, overflow, state_bits, _compile_options(compile),
         insists=form is not None,
     )  # fmt: skip
     check_settings(settings)
-    check_budget(budget, memory, stages=True)
     finding = look(model, example, stages, form, least)
     place(model, finding, settings, budget)
     return model
@@ -95,8 +95,8 @@ def look(
     least: int = 2,
 ) -> Finding:
     """Which blocks `convert` would convert, checked. Nothing is changed."""
-    _check_model(model)
-    _check_example(example)
+    check_model(model)
+    check_example(example)
     from .probe import confirm, probe  # it imports this package's finder
 
     if stages is not None:
@@ -156,9 +156,7 @@ def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run
     return run
 
 
-def place(
-    model: nn.Module, finding: Finding, settings: Settings, budget: int | float | str | None = None
-) -> list[Stage]:
+def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> list[Stage]:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
@@ -190,10 +188,10 @@ def place(
             module.use_nested_tensor = False  # a step needs rows of one length
     made = [stage for _, stage in plans]
     model.__dict__.setdefault(STAGES, []).extend(made)
-    model.__dict__[ARRANGED] = arrangement = Arrangement(budget, settings.memory == "auto")
-    arrangement.stages = stages_of(model)
-    for stage in arrangement.stages:
-        stage.arrangement = arrangement.number
+    scheduler, stacks = Scheduler(budget, outputs=2), [stage.stack for stage in stages_of(model)]
+    model.__dict__[SCHEDULER] = scheduler, stacks
+    for stack in stacks:
+        stack.owner, stack.planned = scheduler, None
     if not any(hook is survey for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(survey, with_kwargs=True)
     return made
@@ -222,7 +220,7 @@ def revert(model: nn.Module) -> nn.Module:
             module.use_nested_tensor = module.__dict__.pop(NESTED)
         stages = module.__dict__.get(STAGES)
         if stages is not None:
-            del module.__dict__[STAGES], module.__dict__[ARRANGED]
+            del module.__dict__[STAGES], module.__dict__[SCHEDULER]
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is survey:
                     del module._forward_pre_hooks[key]
@@ -244,7 +242,7 @@ def _distinct(run: Run, modules: dict[str, nn.Module]) -> list[str]:
     return list(seen.values())
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module; got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
@@ -255,7 +253,7 @@ def _check_model(model: Any) -> None:
         raise ValueError("the model is empty.")
 
 
-def _check_example(example: Any) -> None:
+def check_example(example: Any) -> None:
     if isinstance(example, int | float | str | Fraction):
         raise TypeError(
             "example must be what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; "

@@ -20,10 +20,8 @@ class Own:
         whole: it is its own though the steps would form relu(x + f) themselves.
     """
 
-    def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, dry: Any = None, whole: bool = False
-    ) -> None:
-        self.block, self.forward, self.keyword, self.dry, self.whole = block, forward, keyword, dry, whole
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False) -> None:
+        self.block, self.forward, self.keyword, self.whole = block, forward, keyword, whole
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -32,11 +30,7 @@ class Own:
             kwargs[self.keyword] = x
         else:
             args = (x, *args)
-        if self.dry is None:
-            out = self.forward(self.block, *args, **kwargs)
-        else:
-            with self.dry():
-                out = self.forward(self.block, *args, **kwargs)
+        out = self.forward(self.block, *args, **kwargs)
         if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
             if self.out is None:
                 self.out = (type(out), out[1:])

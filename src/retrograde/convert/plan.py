@@ -1,32 +1,34 @@
 """`plan`: what `convert` would do to a model, and what that would save, before anything is changed.
 
-Memory is predicted for four ways to run the same model: plain, every block checkpointed, every stage in reverse, and as
-asked for. See `predict` for how, and `arrange` for what "auto" keeps besides.
+Memory is predicted for four ways to run the same model: plain, every block checkpointed, every stage in reverse, and as asked
+for. Each is a training step on a copy of the model without values (`memory.fake`):
+
+    peak = max over t of (bytes alive at time t)        held = the same between forward and backward
+
+both above parameters, gradients and batch, as `measure` reports them. Nothing is computed and nothing is allocated, so the model
+may be larger than the machine. Workspaces of kernels are not seen.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..measure.dry import attention_of
-from ..measure.memory import Peak
-from ..measure.step import as_call
-from ..measure.units import human
-from ..stack.planner import check_budget
-from .arrange import simulated
-from .convert import check_settings, look, place, revert, stages_of
+from ..memory.budget import Step, choose, observe
+from ..memory.fake import Copy, fake_copy
+from ..memory.modes import MemoryPlan, parse_memory
+from ..memory.peak import Peak
+from ..memory.step import as_call
+from ..memory.units import human
+from .convert import check_example, check_model, check_settings, look, place, stages_of
 from .find import Finding
-from .predict import Prediction, predict
-from .stage import Settings, Stage
-from .survey import ARRANGED
+from .stage import Settings
 
 
 @dataclass(frozen=True)
@@ -117,75 +119,96 @@ class Plan:
 
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
-    memory: str = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    budget: int | float | str | None = None, state_bits: int | str = "auto",
+    memory: str | int | float = "auto", least: int = 2, loss: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None, state_bits: int | str = "auto",
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
     Args:
-        model: the model, not yet converted; it is left as it is.
-        example: a batch, as `measure` takes it. For known models only its shapes and dtypes matter.
+        model: the model, not yet converted. It is neither run nor changed.
+        example: a batch, as `measure` takes it. Only shapes and dtypes matter.
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, least, budget, state_bits: as in `convert`.
+        gamma, stages, form, memory, least, state_bits: as in `convert`.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
     >>> row.path, row.blocks, row.mode
     ('layers.0-11', 12, 'reverse')
     """
-    settings = Settings(gamma, form or "block", None, memory, state_bits=state_bits, insists=form is not None)
+    mode, budget = parse_memory(memory)
+    settings = Settings(gamma, form or "block", None, mode, state_bits=state_bits, insists=form is not None)
     check_settings(settings)
-    check_budget(budget, memory, stages=True)
-    finding = look(model, example, stages, form, least)
-    ways = {
-        "plain": replace(settings, gamma=0, memory="store"),
-        "checkpoint": replace(settings, gamma=0, memory="checkpoint"),
-        "reverse": replace(settings, memory="reverse"),
-        memory: settings,
+    check_model(model)
+    check_example(example)
+    args, kwargs = as_call(example)
+    with fake_copy(model, args, kwargs) as fake:
+        finding = look(fake.model, fake.kwargs or fake.args, stages, form, least)
+
+    def step(way: Settings, plans: Mapping[str, MemoryPlan] | None = None) -> _Way:
+        with fake_copy(model, args, kwargs) as fake:
+            place(fake.model, finding, way)
+            placed = stages_of(fake.model)
+            kept = _watch(fake, finding)
+            observed = observe(fake, [stage.stack for stage in placed], plans, loss, autocast, outputs=2)
+            return _Way(observed, kept, {stage.name: stage.used for stage in placed})
+
+    results = {
+        "plain": step(replace(settings, gamma=0, memory="store")),
+        "checkpoint": step(replace(settings, gamma=0, memory="checkpoint")),
+        "reverse": step(replace(settings, memory="reverse")),
     }
-    watch = {run.name: (run.blocks[0], run.blocks[-1]) for run in finding.runs}
-    watch |= {left.path: (left.path, left.path) for left in finding.left}
-    results: dict[str, Prediction] = {}
-    chosen: list[Stage] = []
-    for way, of_way in ways.items():
-        place(model, finding, of_way, budget if way == memory else None)
-        try:
-            placed = stages_of(model)
-            chosen = placed if way == memory else chosen
-            if way == memory == "auto" and budget is not None:
-                args, kwargs = as_call(example)
-                tried = partial(simulated, model, placed, args, kwargs, loss, autocast)
-                plans = model.__dict__[ARRANGED].chosen(tried, model)
-                for stage in placed:
-                    stage.planned = plans.get(stage.name)
-            for stage in placed:
-                stage.dry = attention_of(model)
-            results[way] = predict(model, example, loss=loss, autocast=autocast, watch=watch)
-        finally:
-            revert(model)
+    asked = step(settings)
+    if budget is not None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        asked = step(settings, choose(lambda plans: step(settings, plans).step, budget, device, asked.step))
+    results[mode] = asked
     order = [path for path, _ in model.named_modules()]
     return Plan(
         type(model).__name__,
         gamma,
-        _rows(finding, results["plain"], results[memory], {stage.name: stage for stage in chosen}, order),
-        {way: result.memory for way, result in results.items()},
+        _rows(finding, results["plain"].kept, asked, order),
+        {way: Peak(result.step.peak, result.step.held) for way, result in results.items()},
         parameters=_bytes(model.parameters()),
         gradients=_bytes(p for p in model.parameters() if p.requires_grad),
         batch=_bytes(tree_leaves(example)),
     )
 
 
-def _rows(
-    finding: Finding, plain: Prediction, converted: Prediction, stages: dict[str, Stage], order: list[str]
-) -> tuple[Row, ...]:
+@dataclass
+class _Way:
+    """One way to run the model: the observed step, bytes that each stretch of blocks keeps, and modes by stage."""
+
+    step: Step
+    kept: dict[str, int]
+    modes: dict[str, str]
+
+
+def _watch(fake: Copy, finding: Finding) -> dict[str, int]:
+    """Bytes that the forward pass keeps of each run of blocks and of each block that is left out, once it has run."""
+    modules = dict(fake.model.named_modules())
+    stretches = [(run.name, run.blocks[0], run.blocks[-1]) for run in finding.runs]
+    stretches += [(left.path, left.path, left.path) for left in finding.left]
+    kept: dict[str, int] = {}
+
+    def note(name: str, sign: int) -> None:
+        kept[name] = kept.get(name, 0) + sign * fake.meter.now
+
+    for name, first, last in stretches:
+        modules[first].register_forward_pre_hook(lambda *_, name=name: note(name, -1))
+        modules[last].register_forward_hook(lambda *_, name=name: note(name, 1))
+    return kept
+
+
+def _rows(finding: Finding, plain: dict[str, int], asked: _Way, order: list[str]) -> tuple[Row, ...]:
     rows = []
     for run in finding.runs:
-        before, after = plain.kept[run.name], converted.kept[run.name]
-        rows.append(Row(run.name, len(run.blocks), run.form, before, after, stages[run.name].used))
+        rows.append(
+            Row(run.name, len(run.blocks), run.form, plain[run.name], asked.kept[run.name], asked.modes[run.name])
+        )
     for left in finding.left:
-        mode = stages[left.path].used if left.path in stages else "as it is"
-        rows.append(Row(left.path, 1, "", plain.kept[left.path], converted.kept[left.path], mode, left.reason))
+        mode = asked.modes.get(left.path, "as it is")
+        rows.append(Row(left.path, 1, "", plain[left.path], asked.kept[left.path], mode, left.reason))
     starts = {run.name: run.blocks[0] for run in finding.runs}
     return tuple(sorted(rows, key=lambda row: order.index(starts.get(row.path, row.path))))
 

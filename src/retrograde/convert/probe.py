@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..measure.dry import mode_of
-from ..measure.step import as_call, tensors_of
+from ..memory.fake import mode_of
+from ..memory.step import as_call, tensors_of
 from ..stack.aside import copied_buffers
 from .find import Finding, Left, Run, run_of
 

@@ -30,15 +30,16 @@ from ..core.fixedpoint import FixedPoint, integer_dtype
 from ..core.parts import Memo
 from ..core.rational import as_ratios
 from ..core.tape import Frame, Kept
+from ..memory.budget import Observer, Stack
+from ..memory.fake import is_fake
+from ..memory.modes import MemoryPlan
 from ..stack.calibrate import Range, narrow, peaks, wide
 from ..stack.forward import Forward, Like
 from ..stack.inputs import check_input, check_surroundings
 from ..stack.ledger import Ledger, Noted
 from ..stack.momentum import Recurrence
-from ..stack.planner import Plan, leanest
 from ..stack.rejoin import observed
 from .alias import FSDP2, handed_on, same, version
-from .arrange import Recorder
 from .branch import Branch
 from .cache import spared
 from .own import Own
@@ -65,6 +66,7 @@ class Pass(Forward):
 
     range: Range
     learns = False
+    observer: Observer | None = None
 
 
 @dataclass(eq=False)
@@ -109,17 +111,13 @@ class Stage:
     def __post_init__(self) -> None:
         self.range = Range(self.settings.fraction_bits, narrow(self.settings.state_bits))
         self.memo = Memo()
-        self.recurrence = self._recurrence(self.settings.gamma)
+        mode, strict = self.settings.memory, self.settings.verify in ("end", "blocks")
+        recurrence = self._recurrence(self.settings.gamma)
+        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode, strict)
         self.surveyed = self.checkpointed or self.settings.fraction_bits != "auto"
         self.surveying = self.warned = False
-        self.arrangement = 0  # the number of the one that this stage is in
-        self.planned: Plan | None = None  # what the arrangement of the model's stages gives this one
-        self.recorder: Recorder | None = None  # while that is being worked out
-        self.last: Plan | None = None  # of the last pass
-        self.dry: Any = (
-            None  # to predict memory, on tensors without values: what every run of a block is to be put into
-        )
-        if self.settings.memory == "reverse" and self.recurrence.plain:
+        self.last: MemoryPlan | None = None  # of the last pass
+        if self.settings.memory == "reverse" and recurrence.plain:
             raise ValueError(
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
                 "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
@@ -133,7 +131,12 @@ class Stage:
 
     @gamma.setter
     def gamma(self, gamma: Any) -> None:
-        self.recurrence = self._recurrence(gamma)
+        self.stack.recurrence = self._recurrence(gamma)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """What the stage computes, apart from its blocks."""
+        return self.stack.recurrence
 
     @property
     def used(self) -> str:
@@ -145,75 +148,65 @@ class Stage:
         """Whether the blocks are to give f, and the steps form relu(x + f)."""
         return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
 
-    def plan_for(self, dtype: torch.dtype) -> Plan:
-        """The plan for inputs of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        if self.planned is not None and not (self.planned.reversed and self.recurrence.plain):
-            return self.planned
-        memory = "checkpoint" if self.checkpointed else self.settings.memory
-        if memory == "reverse" and self.recurrence.plain:
-            memory = "auto"
-        return leanest(self.recurrence, dtype, memory)
-
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
         check_input(x, f"the input of {path}, converted to a momentum step,")
-        self.last = plan = self.plan_for(x.dtype)
+        self.last = plan = self.stack.plan_for(x.dtype)
         if self.checkpointed or not any(self.recurrence.gammas):
             return self._plain(own, path, x, extra, index, plan)
         run = self._continued(x, index, path)
         try:
             if run is None:
                 run = self._opened(x, own, extra, plan)
-            k = run.k
-            if self.recorder is not None:
-                track = self.recorder.begin(self, k, x)
-            x1 = run.step(own, extra, path, own.whole)
-            if self.recorder is not None:
-                self.recorder.end(track, k, x1)
+            block = own if run.observer is None else run.observer.watch(run.k, own)
+            x1 = run.step(block, extra, path, own.whole)
         except RangeOverflow as error:
             self.range.of(own.block.training).overflowed(None if run is None else run.state.watch)
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
-            x1 = x1 if self.dry and x.device.type == "cpu" else run.finish()
+            x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
             self._learn(run)
         else:
             self._hand_on(run, x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
-        if self.recorder is not None:
-            self.recorder.meter.mark()  # what follows may be more than the next block
+        if self.stack.recorder is not None:
+            self.stack.recorder.done()
         return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
 
-    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: Plan) -> Any:
+    def _plain(self, own: Own, path: str, x: Tensor, extra: Extra, k: int, plan: MemoryPlan) -> Any:
         """The block alone: γ = 0, or a block outside of any stage."""
-        track = None if self.recorder is None else self.recorder.begin(self, k, x)
+        observer = self.stack.observer(x)
+        block = own if observer is None else observer.watch(k, own)
         if not torch.is_grad_enabled() or k >= plan.replayed:
-            y = own(x, *extra.args, **extra.kwargs)
+            y = block(x, *extra.args, **extra.kwargs)
         else:
-            verify, later = "off" if self.dry else self.settings.verify, self.range.later
-            if not k:
+            verify, later = "off" if is_fake(x) else self.settings.verify, self.range.later
+            if not k and verify != "off":
                 later.collect(x)
-            call, version = Call(own, extra, path, verified=verify == "blocks", memo=self.memo), x._version
+            call, version = Call(block, extra, path, verified=verify == "blocks", memo=self.memo), x._version
             kept = Kept(x.detach()) if verify == "off" else Noted(x.detach(), Ledger(1, x.device, verify, later), 0)
             frame = Frame(call, kept, 0)
-            y = frame.run(x, None if track is None else partial(track.look, k, frame))
+            y = frame.run(x, None if observer is None else partial(observer.look, k, frame))
             if x._version != version:
                 raise ReplayError(
                     f"{path} writes to its input, so its input cannot be kept. Use memory='store' for it."
                 )
         if not self.checkpointed:
             Like(x).checked(y, path)
-        if self.recorder is not None and track is not None:
-            self.recorder.end(track, k, y)
-            self.recorder.meter.mark()
+        if self.stack.recorder is not None:
+            self.stack.recorder.done()
         return own.with_x(y)
 
-    def _opened(self, x: Tensor, own: Own, extra: Extra, plan: Plan) -> Pass:
-        if self.dry:
-            look = None if self.recorder is None else self.recorder.track(self, x).look
+    def _opened(self, x: Tensor, own: Own, extra: Extra, plan: MemoryPlan) -> Pass:
+        observer = self.stack.observer(x)
+        look = None if observer is None else observer.look
+        if is_fake(x):
             integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
             run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
+            run.observer = observer
             if self.settings.velocity == "first":
-                run.launch(own, extra, "block" if own.whole else self.recurrence.form)
+                block = own if observer is None else observer.watch(-1, own)
+                run.launch(block, extra, "block" if own.whole else self.recurrence.form)
             return run
         check_surroundings()
         held = self.range.of(own.block.training)
@@ -226,9 +219,10 @@ class Stage:
             overflow=self.settings.overflow,
             memo=self.memo,
             later=self.range.later,
+            look=look,
             **({"mode": "store"} if self.surveying else plan.arguments),
         )
-        run.range, run.learns = held, fixed is None
+        run.range, run.learns, run.observer = held, fixed is None, observer
         if self.settings.velocity == "first":
             run.launch(own, spared(extra), "block" if own.whole else self.recurrence.form)
         return run
@@ -246,7 +240,7 @@ class Stage:
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
                 "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
             )
-        if index and not (self.warned or self.surveying or self.dry):
+        if index and not (self.warned or self.surveying or is_fake(x)):
             self.warned = True
             warnings.warn(
                 f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
@@ -270,7 +264,7 @@ class Stage:
 
     def _learn(self, run: Pass) -> None:
         """Take note of the largest values of a pass."""
-        if self.dry:
+        if is_fake(run.state.x):
             return
         try:
             if not self.surveying:
@@ -285,8 +279,4 @@ class Stage:
         return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "open": [], "recorder": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"last": None, **state})
-        self.__dict__.pop("used", None)  # of a pickle that held it as a string
+        return {**self.__dict__, "open": []}

@@ -6,34 +6,51 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ..memory.budget import Recorder
+from ..memory.fake import is_fake
 from ..stack.aside import copied_buffers
 from ..stack.calibrate import apart, unheard
 from ..stack.inputs import check_surroundings
 from ..stack.uncompiled import uncompiled
-from .arrange import Arrangement
 from .stage import Stage
 
-STAGES, ARRANGED = "_retrograde_stages", "_retrograde_arrangement"
-"""Where a model has its stages and their arrangement."""
+STAGES, SCHEDULER = "_retrograde_stages", "_retrograde_scheduler"
+"""Where a model has its stages; what plans their memory, with their stacks."""
 
 
 def survey(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before the first training step: run the model once without gradients, to learn the range of each stage; and plan it."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or any(map(is_fake, tree_leaves((args, kwargs)))):
         return
     stages: list[Stage] = model.__dict__.get(STAGES, [])
-    if any(not (stage.surveyed or stage.dry) for stage in stages):
+    if not all(stage.surveyed for stage in stages):
         check_surroundings()  # here: what a survey raises is not shown
         _survey(model, stages, args, kwargs)
-    _arrange(model, args, kwargs)
+    _schedule(model, args, kwargs)
 
 
 @uncompiled
-def _arrange(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    arrangement: Arrangement | None = model.__dict__.get(ARRANGED)
-    if arrangement is not None:
-        arrangement.arrange(model, args, kwargs)
+def _schedule(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    scheduler, stacks = model.__dict__.get(SCHEDULER, (None, []))
+    stacks = [stack for stack in stacks if stack.owner is scheduler]  # others belong to a later conversion
+    if scheduler is not None and scheduler.budget is not None and stacks:
+        recorder = scheduler.schedule(model, stacks, args, kwargs)
+        if recorder is not None:
+            _around(model, recorder)
+
+
+def _around(model: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder see what this forward pass saves outside of the stages."""
+    seen = recorder.around()
+    seen.__enter__()
+
+    def ended(*_: Any) -> None:
+        handle.remove()
+        seen.__exit__(None, None, None)
+
+    handle = model.register_forward_hook(ended, always_call=True)
 
 
 def _survey(model: nn.Module, stages: list[Stage], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ..core.call import Extra
 from ..core.errors import RangeOverflow
 from ..core.fixedpoint import FixedPoint, integer_dtype
+from ..memory.modes import MODES
 from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range, apart
 from ..stack.coupled import Coupled
 from ..stack.coupling import Coupling, Scheme
 from ..stack.forward import Like
 from ..stack.inputs import check_surroundings
-from ..stack.planner import MODES
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.uncompiled import uncompiled
 from .inputs import check_input, choice, modules

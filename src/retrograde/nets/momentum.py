@@ -9,7 +9,7 @@ residual network x ← x + f(x), run as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 
 from ..core.call import Extra
 from ..core.errors import RangeOverflow
-from ..core.fixedpoint import FixedPoint
-from ..core.parts import Memo, parts_of
+from ..core.fixedpoint import FixedPoint, integer_dtype
+from ..core.parts import Memo
 from ..core.rational import as_ratios
+from ..memory.budget import Observer, Scheduler, Stack
+from ..memory.fake import is_fake
+from ..memory.modes import MemoryPlan, leanest, parse_memory
 from ..stack.aside import copied_buffers, rng_kept
 from ..stack.calibrate import Range, apart, narrow, peaks, several_processes, unheard
 from ..stack.forward import Forward, Like
 from ..stack.inputs import check_input, check_surroundings
+from ..stack.later import Later
 from ..stack.momentum import FORMS, Momentum, Recurrence
-from ..stack.planner import MODES, Plan, check_budget, leanest
 from ..stack.proof import CHOICES as VERIFY
 from ..stack.rectified import whole
 from ..stack.residual import grouped, residual
-from ..stack.timeline import Track
 from ..stack.uncompiled import uncompiled
-from .budget import Planner, simulated
 
 Gamma = float | Iterable[float]
 
@@ -65,12 +65,12 @@ class MomentumNet(nn.Module):
             fewer passes over memory, and one bit an element and block is kept from forward to backward.
         velocity: v₀: None for 0, "first" for f(x₀) of the first block, or a module (or function) of x₀.
         memory: "reverse" recovers activations by running backward; "checkpoint" keeps each block's input; "store" keeps
-            everything; "auto" takes the cheaper of the first two. The mode never changes a bit of any result.
-        budget: with "auto", how much memory a training step of this network may take at its highest point, above
-            parameters, gradients and its input: whole bytes, or a fraction of the device's memory as a float. Counted are what
-            is held from forward to backward, what a block has at hand while it is run again and differentiated, the
-            output, its gradient, and 5 % for what kernels take for themselves. Within it blocks keep their input, or all
-            their tensors, from the last one down, and take less time; `plan` says how many.
+            everything; "auto" takes the leaner of the first two. Or a budget: how much memory a training step of this network may
+            take at its highest point, above parameters, gradients and its input, as bytes (8e9, "8GB") or as a fraction of the
+            device's memory (0.5). Counted are what is held from forward to backward, what a block has at hand while it is run
+            again and differentiated, the output, a loss, and 5 % for what kernels take for themselves. Within it blocks keep their
+            input, or all their tensors, from the last one down, and take less time; `plan` says how many. `memory` never changes a
+            bit of any result.
         every: one momentum step for so many consecutive blocks, which are run as plain residual blocks inside it. Fewer
             integer steps; γ then counts per group. Another network than with every=1, with the same parameters and `state_dict`.
         fraction_bits: binary digits after the point of the fixed-point state; "auto" calibrates them and keeps watch.
@@ -96,9 +96,9 @@ class MomentumNet(nn.Module):
 
     def __init__(
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
-        form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str = "auto",
+        form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str | int | float = "auto",
         fraction_bits: int | str = "auto", verify: str = "auto", overflow: str = "raise",
-        budget: int | float | None = None, every: int = 1, state_bits: int | str = "auto",
+        every: int = 1, state_bits: int | str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
@@ -112,11 +112,12 @@ class MomentumNet(nn.Module):
         self.velocity, self.every = velocity, every
         self.range = Range(fraction_bits, narrow(state_bits))
         self.memo = Memo()
-        self.plan: Plan | None = None  # of the last pass
-        self._memory = _choice("memory", memory, MODES)
-        self._planner = Planner(None)
+        self.plan: MemoryPlan | None = None  # of the last pass
+        self._memory = memory
+        mode, budget = parse_memory(memory)
+        self._scheduler = Scheduler(budget)
+        self._stack = Stack("network", Recurrence((), "branch"), mode)
         self.gamma = gamma
-        self.budget = budget
 
     @property
     def gamma(self) -> Any:
@@ -129,8 +130,13 @@ class MomentumNet(nn.Module):
         self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
         form = self._form_of_steps if self.every == 1 else "block"
         recurrence = Recurrence(as_ratios(gamma, len(self._steps_of)), form, self.range.narrow)
-        _check_reversible(self.memory, recurrence)
-        self.recurrence = recurrence
+        _check_reversible(self._stack.mode, recurrence)
+        self._stack.recurrence = recurrence
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """What the network computes, apart from its blocks."""
+        return self._stack.recurrence
 
     @property
     def form(self) -> str:
@@ -142,25 +148,15 @@ class MomentumNet(nn.Module):
         return self.form
 
     @property
-    def memory(self) -> str:
-        """The memory mode. May be set, between passes."""
+    def memory(self) -> str | int | float:
+        """The memory mode or the budget, as given. May be set, between passes."""
         return self._memory
 
     @memory.setter
-    def memory(self, memory: str) -> None:
-        _check_reversible(_choice("memory", memory, MODES), self.recurrence)
-        check_budget(self.budget, memory)
-        self._memory = memory
-
-    @property
-    def budget(self) -> int | float | None:
-        """How much memory a step may take: bytes, or a fraction of the device's memory. May be set, between passes."""
-        return self._planner.budget
-
-    @budget.setter
-    def budget(self, budget: int | float | None) -> None:
-        check_budget(budget, self.memory)
-        self._planner.budget = budget
+    def memory(self, memory: str | int | float) -> None:
+        mode, budget = parse_memory(memory)
+        _check_reversible(mode, self.recurrence)
+        self._memory, self._stack.mode, self._scheduler.budget = memory, mode, budget
 
     @property
     def fraction_bits(self) -> int | str:
@@ -174,21 +170,30 @@ class MomentumNet(nn.Module):
         check_input(x)
         extra = Extra(args, kwargs)
         if any(self.recurrence.gammas):
-            return self._run(x, extra).finish()
-        memory = self._remembered(x, extra)
-        kept, look = memory["stored_from"], memory["look"]
-        if kept > 0 and torch.is_grad_enabled():
+            run = self._run(x, extra)
+            y = run.x if is_fake(x) and x.device.type == "cpu" else run.finish()
+        else:
+            y = self._residual(x, extra)
+        if self._stack.recorder is not None:
+            self._stack.recorder.done()
+        return y
+
+    def _residual(self, x: Tensor, extra: Extra) -> Tensor:
+        """The plain residual network, at γ = 0."""
+        plan, fake = self._planned(x, extra), is_fake(x)
+        observer = self._stack.observer(x)
+        if plan.replayed and torch.is_grad_enabled() and not fake:
             check_surroundings()
         return residual(
-            self._groups(),
+            _watched(self._groups(), observer),
             self.form,
             x,
             extra,
-            verify=self.verify,
+            verify="off" if fake else self.verify,
             memo=self.memo,
-            later=self.range.later,
-            stored_from=kept,
-            look=look,
+            later=Later() if fake else self.range.later,
+            stored_from=plan.replayed,
+            look=None if observer is None else observer.look,
         )
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
@@ -246,14 +251,19 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
+        plan = self._planned(x0, extra, budgeted=not reversible)
+        if is_fake(x0):
+            integers = FixedPoint(0, integer_dtype(x0.dtype, self.recurrence.narrow))
+            return self._steps(x0, extra, integers, overflow="nan", observer=self._stack.observer(x0), **plan.arguments)
         check_surroundings()
-        settings = {
+        settings: dict[str, Any] = {
             "verify": self.verify,
             "overflow": self.overflow,
             "reversible": reversible,
             "later": self.range.later,
+            "observer": None if reversible else self._stack.observer(x0),
+            **plan.arguments,
         }
-        settings |= self._remembered(x0, extra, budgeted=not reversible)
         try:
             run = self._steps(x0, extra, self._fixed(x0, extra), **settings)
         except RangeOverflow:
@@ -269,13 +279,17 @@ class MomentumNet(nn.Module):
     def _fixed(self, x0: Tensor, extra: Extra) -> FixedPoint:
         return self.range.of(self.training).for_input(x0, self.recurrence.most_guard, lambda: self._survey(x0, extra))
 
-    def _steps(self, x0: Tensor, extra: Extra, fixed: FixedPoint | None, **settings: Any) -> Forward:
-        run = Forward(x0, self.recurrence, fixed, memo=self.memo, **settings)
+    def _steps(
+        self, x0: Tensor, extra: Extra, fixed: FixedPoint | None, observer: Observer | None = None, **settings: Any
+    ) -> Forward:
+        look = None if observer is None else observer.look
+        run = Forward(x0, self.recurrence, fixed, memo=self.memo, look=look, **settings)
         launch = self._launch(extra)
         if launch is not None:
-            run.launch(*launch)
-        for block in self._groups():
-            run.step(block, extra, whole=whole(block))
+            block, own, form = launch
+            run.launch(block if observer is None else observer.watch(-1, block), own, form)
+        for block, watched in zip(self._groups(), _watched(self._groups(), observer), strict=True):
+            run.step(watched, extra, whole=whole(block))
         return run
 
     def _groups(self) -> tuple[Any, ...]:
@@ -289,44 +303,17 @@ class MomentumNet(nn.Module):
             self._steps_of, self._blocks = grouped(list(self.blocks), self.every, self.form), tuple(self.blocks)
         return self._steps_of
 
-    def _remembered(self, x: Tensor, extra: Extra, budgeted: bool = True) -> dict[str, Any]:
-        """What to keep of this pass, as arguments of it."""
-        if self.budget is None or not budgeted or not torch.is_grad_enabled():
-            self.plan, look = leanest(self.recurrence, x.dtype, self.memory), None
-            return self.plan.arguments | {"look": look}
-        inputs, groups = (x, *extra.tensors), self._groups()
-        kind = (
-            self.training, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs), tuple(extra.around(x)[1]),
-            *self._size(), self.verify, sum(map(whole, groups)), self.velocity if isinstance(self.velocity, str | None) else "own",
-        )  # fmt: skip
-
-        def simulate(plan: Plan) -> tuple[list[int], Track]:
-            return simulated(
-                self,
-                groups,
-                self._launch(extra),
-                self.recurrence,
-                self.form,
-                plan,
-                x,
-                extra,
-                self.verify in ("end", "blocks"),
-            )
-
-        def known() -> tuple[Tensor, ...]:
-            return (*self.parameters(), *self.buffers(), *inputs)
-
-        self.plan, look = self._planner.plan(kind, self.recurrence, x, known, simulate)
-        return self.plan.arguments | {"look": look}
-
-    def _size(self) -> tuple[int, int]:
-        """How many parameters are trained, and how many numbers they all hold: by what is known of the blocks, which is quicker than
-        to look for the parameters of a network."""
-        parts = [parts_of(block, f"block {k}", self.memo) for k, block in enumerate(self._groups())]
-        if isinstance(self.velocity, nn.Module):
-            parts.append(parts_of(self.velocity, "velocity", self.memo))
-        parameters = [p for part in parts for p in part.parameters]
-        return sum(p.requires_grad for p in parameters), sum(p.numel() for p in parameters if not is_lazy(p))
+    def _planned(self, x: Tensor, extra: Extra, budgeted: bool = True) -> MemoryPlan:
+        """The plan of this pass."""
+        stack = self._stack
+        if budgeted:
+            stack.strict = self.verify in ("end", "blocks")
+            if self._scheduler.budget is not None:
+                velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
+                stack.kind = velocity, sum(map(whole, self._groups()))
+            self._scheduler.schedule(self, [stack], (x, *extra.args), extra.kwargs)
+        self.plan = stack.plan_for(x.dtype) if budgeted else leanest(self.recurrence, x.dtype, stack.mode)
+        return self.plan
 
     @torch.no_grad()
     def _survey(self, x0: Tensor, extra: Extra) -> tuple[float, float]:
@@ -365,6 +352,11 @@ class MomentumNet(nn.Module):
 
 def _itself(t: Tensor) -> Tensor:
     return t
+
+
+def _watched(blocks: Iterable[Any], observer: Observer | None) -> Iterator[Any]:
+    """The blocks, as a pass that is observed runs them."""
+    return (block if observer is None else observer.watch(k, block) for k, block in enumerate(blocks))
 
 
 def _describe(recurrence: Recurrence) -> str:

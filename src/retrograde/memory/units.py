@@ -1,6 +1,8 @@
-"""Bytes and seconds as people read them: decimal units, one digit after the point."""
+"""Bytes and seconds as people write and read them: decimal units, one digit after the point."""
 
 from __future__ import annotations
+
+import re
 
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -18,6 +20,19 @@ def human(count: float) -> str:
     while abs(round(scaled, 1)) >= 1000 and unit < len(_BYTES) - 1:
         scaled, unit = scaled / 1000, unit + 1
     return f"{scaled:.1f} {_BYTES[unit]}"
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes in a text: the inverse of `human`. "GB" are decimal, "GiB" binary.
+
+    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
+    (24000000000, 1610612736, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)(b?)\s*", text.lower())
+    if match is None or (match[3] and not (match[2] and match[4])):
+        raise ValueError(f"a number of bytes is written as 24GB, 1.5GiB or 4096; got {text!r}.")
+    number, prefix, binary, _ = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix) if prefix else 0))
 
 
 def duration(seconds: float) -> str:

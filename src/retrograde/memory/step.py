@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .memory import peak_memory
+from .peak import peak_memory
 from .timing import Times, interleave
 from .units import human
 

@@ -1,15 +1,14 @@
-"""Peak memory of a function: every allocation is counted, none is sampled.
+"""Peak memory of a function. Every allocation is counted, none is sampled.
 
     peak = max over t of (bytes allocated since the start and alive at time t)
     held = the same at the moment the function returns, while its result is alive
 
 On a CPU the profiler reports every call of PyTorch's allocator with its address and size, so temporaries inside a kernel
-count as well, on this thread and on autograd's. A free of memory that was allocated before the start is at an address of no
-interest, and ignored. What a library takes from the system by itself (oneDNN's scratch space, Python's objects) is not seen;
-`benchmarks/cpu_step.py` therefore also reads the resident memory of a fresh process.
+count as well. The free of an address that was allocated before the start is ignored. Memory that a library takes from the
+system itself (oneDNN's scratch space, Python's objects) is not seen; `benchmarks/cpu_step.py` also reads the resident memory
+of a fresh process.
 
-On a GPU the allocator keeps the two figures itself: its maximum, and what is allocated now, both less what was allocated
-at the start.
+On a GPU the allocator keeps both figures: its maximum, and what is allocated now, both less what was allocated at the start.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch.autograd.profiler import profile, record_function
 from .units import human
 
 _RETURNED = "retrograde::returned"
-_ERRORS_ONLY = "6"  # above the profiler's own notes of every start and stop
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,13 @@ def peak_memory(
 
     Args:
         fn: what to measure. `held` is read when it returns.
-        then: called with the result of `fn`, and part of the peak: with a forward pass as `fn` and the backward pass as
+        then: called with the result of `fn`, and part of the peak. With a forward pass as `fn` and the backward pass as
             `then`, `held` is what the forward pass keeps for the backward pass.
         device: the device whose memory is measured, a CPU or a CUDA device.
 
     Raises:
         ValueError: for a device that is neither.
-        RuntimeError: on a CPU, where a profiler is running (another measurement is one): there can be one at a time.
+        RuntimeError: on a CPU while a profiler is running. Another measurement is one too.
 
     >>> peak_memory(lambda: torch.ones(250_000) + torch.ones(250_000))
     Peak(peak=3000000, held=1000000)
@@ -84,7 +82,7 @@ def _on_cpu(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: to
         )
     with (
         _quiet_profiler(),
-        profile(use_kineto=True, profile_memory=True) as profiler,  # torch.profiler's makes a table of all events first
+        profile(use_kineto=True, profile_memory=True) as profiler,  # torch.profiler's first makes a table of all events
     ):
         result = fn()
         with record_function(_RETURNED):
@@ -119,7 +117,7 @@ def _on_cuda(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: t
 
 
 def _events(profiler: Any) -> Iterator[Any]:
-    """All events of a profile, those inside others included."""
+    """All events of a profile, nested ones included."""
     todo = list(profiler.kineto_results.experimental_event_tree())
     while todo:
         event = todo.pop()
@@ -134,7 +132,7 @@ def _quiet_profiler() -> Iterator[None]:
     if name in os.environ:
         yield
         return
-    os.environ[name] = _ERRORS_ONLY
+    os.environ[name] = "6"
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ import retrograde as rg
 from problems import KNOWN_INSIDE
 from retrograde.convert import arrange
 from retrograde.convert.convert import ARRANGED, stages_of
-from retrograde.measure import dry
+from retrograde.memory import dry
 from retrograde.nets.resnet import Bottleneck, ResNet
 from retrograde.stack.momentum import Momentum
 from retrograde.stack.timeline import RESERVE, with_reserve

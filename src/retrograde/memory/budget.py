@@ -1,0 +1,367 @@
+"""The plans of a network's stacks of blocks within a budget.
+
+A `MomentumNet` is one stack, a converted model has one for each stage. Before the first training step with an input of a new
+kind, the step is run on a copy without values (`fake`), every stack keeping as little as it can, and the most memory of each
+interval is noted. From that follows what each stack may keep (`schedule`). If there are several stacks, the plan is then tried in
+the same way, and exchanged for a leaner one if it takes more than it should.
+
+Some networks cannot run without values: kernels that PyTorch does not know, sharded parameters, masks that are looked at. Then
+the first real step keeps as little as it can and is observed, and the plan for the later ones is estimated from it.
+
+The loss is not known to the network. For a converted model it is taken to need twice the model's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from ..core.tape import Frame
+from ..stack.momentum import Recurrence
+from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
+from .modes import Budget, MemoryPlan, holding, leanest
+from .schedule import Choice, Track, chain, estimated, with_reserve, within
+from .step import mean_of_squares
+
+KINDS = 64
+"""Kinds of input whose plans are remembered."""
+TRIES = 4
+"""Plans that are tried before the leanest is taken."""
+
+
+@dataclass(eq=False)
+class Stack:
+    """What the scheduler knows of a stack of blocks: a driver of passes has one.
+
+    Attributes:
+        name: by which the stack and its copies are known.
+        mode: its memory mode.
+        strict: whether a backward pass keeps the old gradients until the replays are known to be right.
+        kind: what else decides which tensors the blocks keep.
+        owner: the scheduler that plans for it.
+        planned: the plan that the scheduler gives it; None: as the mode says.
+        recorder: of the step that is being observed, if one is.
+    """
+
+    name: str
+    recurrence: Recurrence
+    mode: str = "auto"
+    strict: bool = False
+    kind: Hashable = ()
+    owner: Scheduler | None = field(default=None, repr=False)
+    planned: MemoryPlan | None = None
+    recorder: Recorder | None = field(default=None, repr=False)
+
+    def plan_for(self, dtype: torch.dtype) -> MemoryPlan:
+        """The plan for an input of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
+        plain = self.recurrence.plain
+        if self.planned is not None and not (self.planned.reversed and plain):
+            return self.planned
+        return leanest(self.recurrence, dtype, "auto" if plain and self.mode == "reverse" else self.mode)
+
+    def observer(self, x: Tensor) -> Observer | None:
+        """What a pass that begins with x is shown to, if the step is observed."""
+        return None if self.recorder is None else self.recorder.observer(self, x)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "recorder": None}
+
+
+class Observer:
+    """What one pass through a stack is shown to."""
+
+    def __init__(self, recorder: Recorder, name: str, track: Track) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.track = track
+
+    def watch(self, k: int, block: Any) -> Any:
+        """The block to run as block k, which notes when it runs (k = −1: it makes the initial velocity)."""
+        if k >= 0:
+            self.recorder.ran(self.name, k)
+        return block if self.recorder.meter is None else Watched(block, k, self.track, self.recorder)
+
+    def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
+        """Block k has run, and would store these tensors."""
+        self.track.note(k, tensors, frame.ends_saved)
+
+
+class Watched:
+    """A block of a copy without values. It begins an interval when it first runs and when its gradient comes."""
+
+    def __init__(self, block: Any, k: int, track: Track, recorder: Recorder) -> None:
+        self.block = block
+        self.k = k
+        self.track = track
+        self.recorder = recorder
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        meter = self.recorder.meter
+        assert meter is not None
+        first = self.k not in self.track.forward
+        drawn = meter.drawn
+        if first:
+            self.track.forward[self.k] = meter.mark()
+        with attention_on(x.device.type):
+            y = self.block(x, *args, **kwargs)
+        begins = self.recorder.begins and self.k >= 0
+        if first and x.device.type == "cpu" and (meter.drawn > drawn or begins):
+            self.track.generators[self.k] = len(torch.default_generator.get_state())
+            self.recorder.begins &= not begins
+        if first and isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(lambda _: self.track.backward.__setitem__(self.k, meter.mark()))
+        return y
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.block.modules() if hasattr(self.block, "modules") else iter(())  # a velocity may be a function
+
+
+class Recorder:
+    """The tracks of the stacks in one observed step.
+
+    Args:
+        meter: of a copy without values; None: a real step is observed, of which only the forward pass is seen.
+        known: the tensors that exist anyway.
+    """
+
+    def __init__(self, meter: Meter | None, known: Sequence[Tensor]) -> None:
+        self.meter = meter
+        self.known = known
+        self.tracks: dict[str, Track] = {}
+        self.order: list[tuple[str, int]] = []  # the blocks as they ran
+        self.outside = [0]  # of a real step: bytes that autograd saved between the blocks
+        self.begins = True  # the first block keeps the state of the random generator, drawn from or not
+
+    def observer(self, stack: Stack, x: Tensor) -> Observer:
+        """For a pass of this stack that is given x."""
+        if stack.name not in self.tracks:
+            self.tracks[stack.name] = Track.of(stack.plan_for(x.dtype), stack.recurrence, x, self.known)
+        return Observer(self, stack.name, self.tracks[stack.name])
+
+    def ran(self, name: str, k: int) -> None:
+        self.order.append((name, k))
+        self.outside.append(0)
+
+    def done(self) -> None:
+        """The step of the last block has been taken. What follows may not be the next block."""
+        if self.meter is not None:
+            self.meter.mark()
+
+    @property
+    def once(self) -> dict[str, Track]:
+        """The tracks of stacks that ran once. What others keep is of several passes."""
+        return {name: t for name, t in self.tracks.items() if self.order.count((name, 0)) == 1}
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around a real forward pass: see what autograd saves outside the stacks."""
+        addresses = {t.untyped_storage()._cdata for t in self.known}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.layout == torch.strided and t.untyped_storage()._cdata not in addresses:
+                addresses.add(t.untyped_storage()._cdata)
+                self.outside[-1] += t.untyped_storage().nbytes()
+            return t
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            yield
+
+
+@dataclass
+class Step:
+    """An observed step: most bytes by interval, the tracks of stacks that may keep more, peak and held bytes."""
+
+    usage: list[int]
+    tracks: dict[str, Track]
+    peak: int
+    held: int
+
+
+def observe(
+    fake: Copy, stacks: Sequence[Stack], plans: Mapping[str, MemoryPlan] | None = None,
+    loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None, outputs: int = 0,
+) -> Step:  # fmt: skip
+    """Run a training step of a copy without values.
+
+    Args:
+        stacks: those of the copy.
+        plans: of stacks, by name, that are to keep this instead of as little as they can.
+        loss: None: not known.
+        autocast: None: as it is set.
+        outputs: how many times the size of the output a loss that is not known takes.
+    """
+    recorder = Recorder(fake.meter, fake.known)
+    for stack in stacks:
+        stack.planned = (plans or {}).get(stack.name)
+        stack.recorder = recorder
+    held, output, backward = run_step(fake, loss or mean_of_squares, autocast)
+    usage, peak = list(fake.meter.usage), fake.meter.peak
+    if loss is None:
+        for i in (backward - 1, backward):
+            usage[i] += outputs * output
+    if any(stack.strict for stack in stacks):
+        gradients = sum(p.numel() * p.element_size() for p in fake.model.parameters() if p.requires_grad)
+        usage[backward:] = [n + gradients for n in usage[backward:]]
+    tracks = {name: track for name, track in recorder.once.items() if track.complete}
+    for track in tracks.values():
+        for k, n in track.generators.items():
+            usage[track.forward[k] :] = [u + n for u in usage[track.forward[k] :]]
+    return Step(usage, tracks, peak, held)
+
+
+def choose(
+    observed: Callable[[Mapping[str, MemoryPlan] | None], Step], budget: Budget, device: torch.device,
+    lean: Step | None = None, links: Sequence[Choice] | None = None,
+) -> dict[str, MemoryPlan]:  # fmt: skip
+    """The quickest plans within the budget, by stack.
+
+    Args:
+        observed: a step with these plans, run without values.
+        lean, links: the step without plans and its chain, if they are known.
+
+    Raises:
+        Overdrawn: if no plan fits.
+    """
+    lean = lean or observed(None)
+    links = links or chain(lean.usage, list(lean.tracks.values()))
+    most = budget.bytes(device)
+    choice = within(most, links, repr(budget.given))
+    more = 0  # bytes that a tried plan took more than was thought
+    for _ in range(TRIES):
+        plans = _named(choice, lean)
+        if choice is links[0]:
+            return plans
+        peak = max(observed(plans).usage)
+        if with_reserve(peak) <= most:
+            return _named(replace(choice, peak=max(peak, choice.peak)), lean)
+        more = max(more, peak - choice.peak)
+        fitting = [link for link in links if with_reserve(link.peak + more) <= most]
+        choice = fitting[-1] if fitting else min(links, key=lambda link: link.peak)
+    return _named(min(links, key=lambda link: link.peak), lean)
+
+
+def _named(choice: Choice, step: Step) -> dict[str, MemoryPlan]:
+    return dict(zip(step.tracks, choice.annotated, strict=True))
+
+
+@dataclass
+class _Known:
+    """What is known of one kind of input."""
+
+    lean: Step | None = None
+    links: list[Choice] = field(default_factory=list)
+    plans: dict[int, dict[str, MemoryPlan]] = field(default_factory=dict)  # by budget in bytes
+    recorder: Recorder | None = None  # of a real step, where nothing can be seen without values
+
+
+class Scheduler:
+    """The plans of one network within its budget, by kind of input. Copies and pickles of it start anew.
+
+    Args:
+        outputs: how many times the size of the output the loss takes, which is not known.
+    """
+
+    def __init__(self, budget: Budget | None, outputs: int = 0) -> None:
+        self.budget = budget
+        self.outputs = outputs
+        self.known: dict[Hashable, _Known] = {}
+
+    def schedule(
+        self, model: nn.Module, stacks: Sequence[Stack], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Recorder | None:
+        """Give each stack its plan for this step. Returns the recorder if this step is observed."""
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(map(is_fake, leaves)):
+            return None  # this is the copy
+        for stack in stacks:
+            stack.planned = stack.recorder = None
+        if self.budget is None or not torch.is_grad_enabled():
+            return None
+        kind = _kind(model, stacks, leaves)
+        if kind not in self.known:
+            while len(self.known) >= KINDS:
+                self.known.pop(next(iter(self.known)))
+            self.known[kind] = self._observed(model, stacks, args, kwargs, leaves)
+        known = self.known[kind]
+        if known.lean is None and known.recorder is not None:
+            seen = known.recorder.once
+            if not seen or not all(track.seen for track in seen.values()):
+                known.recorder = Recorder(None, [*model.parameters(), *model.buffers(), *leaves])
+                for stack in stacks:
+                    stack.recorder = known.recorder
+                return known.recorder
+            self._estimate(known, seen, model)
+        budget = self.budget.bytes(leaves[0].device)
+        if budget not in known.plans:
+            known.plans.clear()  # a budget that follows what is free differs from step to step
+            known.plans[budget] = self._chosen(known, model, stacks, args, kwargs, leaves[0].device)
+        for stack in stacks:
+            stack.planned = known.plans[budget].get(stack.name)
+        return None
+
+    def _observed(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Stack],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: list[Tensor],
+    ) -> _Known:
+        if plain([*model.parameters(), *model.buffers(), *leaves]):
+            try:
+                lean = self._step(model, stacks, args, kwargs, None)
+                return _Known(lean, chain(lean.usage, list(lean.tracks.values())))
+            except Exception:  # whatever is wrong with the model itself shows in the real step
+                pass
+        return _Known(recorder=Recorder(None, ()))
+
+    def _step(
+        self, model: nn.Module, stacks: Sequence[Stack], args: Any, kwargs: Any, plans: Mapping[str, MemoryPlan] | None
+    ) -> Step:
+        """A step with these plans, on a copy without values."""
+        with fake_copy(model, args, kwargs, list(stacks)) as fake:
+            return observe(fake, fake.others, plans, outputs=self.outputs)
+
+    def _estimate(self, known: _Known, seen: dict[str, Track], model: nn.Module) -> None:
+        recorder = known.recorder
+        assert recorder is not None
+        largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+        order = [(recorder.tracks[name], k) for name, k in recorder.order]
+        usage = estimated(order, largest, recorder.outside)
+        known.lean = Step(usage, seen, max(usage), 0)
+        known.links = chain(usage, list(seen.values()))
+        recorder.known = ()
+
+    def _chosen(
+        self, known: _Known, model: nn.Module, stacks: Sequence[Stack], args: Any, kwargs: Any, device: torch.device
+    ) -> dict[str, MemoryPlan]:
+        assert self.budget is not None
+        assert known.lean is not None
+        if known.recorder is not None or len(known.lean.tracks) < 2:  # cannot be tried, or need not be
+            return _named(within(self.budget.bytes(device), known.links, repr(self.budget.given)), known.lean)
+        tried = lambda plans: self._step(model, stacks, args, kwargs, plans)  # noqa: E731
+        return choose(tried, self.budget, device, known.lean, known.links)
+
+    def __reduce__(self) -> Any:
+        return Scheduler, (self.budget, self.outputs)
+
+
+def _kind(model: nn.Module, stacks: Sequence[Stack], leaves: Sequence[Tensor]) -> Hashable:
+    """What decides which tensors a step keeps."""
+    device = device_of(model)
+    inputs = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves)
+    parameters = [(0 if is_lazy(p) else p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = (sum(n for n, _ in parameters), sum(trained for _, trained in parameters))
+    cast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
+    held = tuple(
+        (*holding(s.recurrence, torch.float32).items(), s.strict, s.kind) for s in stacks
+    )  # γ may be warming up
+    return inputs, model.training, sizes, cast, held
