@@ -42,8 +42,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ComputedBuffer
 
 from retrograde.core import ops
-from retrograde.memory import interleave
-from retrograde.memory import Times
+from retrograde.memory import Times, interleave
 from retrograde_bench.networks import Layer
 
 N, D, GUARD, UNIT = 9, 10, 4, 2.0**-20

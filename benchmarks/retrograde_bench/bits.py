@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from retrograde.core.rational import as_ratios
-from retrograde.stack.momentum import Recurrence
 from retrograde.memory.modes import holding
+from retrograde.stack.momentum import Recurrence
 
 DEPTHS = (8, 16, 24, 61, 96, 166, 600, 1000)
 HEADER = (

@@ -202,27 +202,26 @@ def _momentum(
         blocks = list(stage.blocks) if form == "block" else stage.branches()
         if call is not None:
             blocks = [Compiled(block, call) for block in blocks]
+        kept: str | int = memory
         if room is not None and memory == "auto":
-            options["budget"] = int(room * stage.size * len(stage.blocks) / setup.network.activations)
-        return rg.MomentumNet(blocks, setup.gamma, form=form, memory=memory, **options)
+            kept = int(room * stage.size * len(stage.blocks) / setup.network.activations)
+        return rg.MomentumNet(blocks, setup.gamma, form=form, memory=kept, **options)
 
     return assembled(setup.network, stack, (lambda head: head) if memory == "store" else head_again)
 
 
-def _converted(setup: Setup, memory: str, budget: Budget | str | None = None, **options: Any) -> nn.Module:
+def _converted(setup: Setup, memory: str, budget: Budget | None = None, **options: Any) -> nn.Module:
     """Ours by `rg.convert`: the stages of one model, planned together. Heads are checkpointed as everywhere."""
     heads = (lambda head: head) if memory == "store" else head_again
     own = partial(map, copy.copy)  # the blocks themselves are for other methods too
     model = assembled(setup.network, lambda stage: Chain(list(own(stage.blocks)), run), heads)
     stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
-    room = setup.room(budget) if isinstance(budget, tuple) else budget
-    if memory == "auto":
-        options["budget"] = room
-    return rg.convert(model, gamma=setup.gamma, stages=stages, memory=memory, **options)
+    kept = memory if budget is None or memory != "auto" else setup.room(budget)
+    return rg.convert(model, gamma=setup.gamma, stages=stages, memory=kept, **options)
 
 
 def _by_convert(
-    name: str, about: str, budget: Budget | str | None, applies: Callable[[Case], bool] = lambda case: case.images, **options: Any
+    name: str, about: str, budget: Budget | None, applies: Callable[[Case], bool] = lambda case: case.images, **options: Any
 ) -> Method:  # fmt: skip
     return Method(
         f"ours-{name}",
@@ -231,7 +230,7 @@ def _by_convert(
         lambda setup, mode: _converted(setup, mode, **options),
         f"convert, {options}",
         applies,
-        budget=None if isinstance(budget, str) else budget,
+        budget=budget,
     )
 
 
@@ -359,7 +358,6 @@ def methods() -> list[Method]:
         *_swept("budget", "ours, auto"),
         *_swept("narrow-budget", 'ours, auto, form="branch", state_bits=16', form="branch", state_bits=16),
         _by_convert("convert", "ours, `rg.convert` as it comes", None),
-        _by_convert("convert-free", "ours, `rg.convert`, budget='free': free memory is used across the stages", "free"),
         _by_convert("convert-budget-30", "ours, `rg.convert`, given 30 % of plain's memory", (0.3, "plain")),
         *_fitted(),
         _ours("branch-reverse", 'ours, reverse, form="branch": f(x) without x', "reverse", form="branch", applies=_tokens),

@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "gamma": (encoder, {"gamma": 1.5}, ValueError, "1.5"),
     "gammas": (encoder, {"gamma": [0.9, 0.8]}, ValueError, "2"),
     "gamma 0 in reverse": (encoder, {"gamma": 0, "memory": "reverse"}, ValueError, "cannot be run in reverse"),
-    "memory": (encoder, {"memory": "less"}, ValueError, "'reverse', 'checkpoint', 'store', 'auto'; got 'less'"),
+    "memory": (encoder, {"memory": "less"}, ValueError, "'reverse', 'checkpoint', 'store', 'auto', or a budget.* got 'less'"),
     "form": (encoder, {"form": "blocks"}, ValueError, "form must be one of"),
     "verify": (encoder, {"verify": True}, ValueError, "verify must be one of"),
     "overflow": (encoder, {"overflow": "ignore"}, ValueError, "overflow must be one of"),

@@ -121,7 +121,7 @@ def fixed(net: rg.MomentumNet, plan: MemoryPlan) -> rg.MomentumNet:
     """The network with a plan of our choice."""
     other = copy.deepcopy(net)
     other.memory = "auto"
-    other._scheduler.schedule = lambda *_: setattr(other._stack, "planned", plan)
+    other._stack.planned = plan
     return other
 
 

@@ -28,8 +28,7 @@ MIXED = [MemoryPlan(0, 8, 0), MemoryPlan(3, 5, 0), MemoryPlan(2, 3, 3), MemoryPl
 def planned(net: rg.MomentumNet, plan: MemoryPlan) -> rg.MomentumNet:
     """The network with a plan of our choice."""
     net = copy.deepcopy(net)
-
-    net._scheduler.schedule = lambda *_: setattr(net._stack, "planned", plan)
+    net._stack.planned = plan
     return net
 
 
@@ -250,7 +249,9 @@ def test_every_plan_takes_what_is_predicted(kind: str, amp: bool) -> None:
         for link in links[:: 1 if kind == "few" else 4]:
             needed = max(observed(net, x, link.plans[0]).usage)
             assert needed <= link.peak * (1 + RESERVE)
-            assert link.peak <= needed * 1.1
+            assert link.peak <= needed * (
+                1.16 if amp else 1.1
+            )  # products of a replay, which a stored block does not have
     assert any(link.plans[0].kept for link in links)
     assert links[-1].plans == (MemoryPlan(0, 0, depth),)
 

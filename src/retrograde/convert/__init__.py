@@ -5,8 +5,7 @@ stage.py      a run of blocks as one momentum network, driven by the model's own
 find.py       which blocks: by what is known of their classes (adapters/), or by name
 probe.py      which blocks: by trying the model out on an example
 convert.py    convert, revert
-predict.py    the memory of a training step, from a run on tensors without values
-plan.py       plan: what would be converted, and what that would save
+plan.py       plan: what would be converted, and what that would save, predicted
 warmup.py     γ from 0 to its final value over the first steps
 """
 

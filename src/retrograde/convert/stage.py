@@ -198,6 +198,7 @@ class Stage:
         return own.with_x(y)
 
     def _opened(self, x: Tensor, own: Own, extra: Extra, plan: MemoryPlan) -> Pass:
+        check_surroundings()
         observer = self.stack.observer(x)
         look = None if observer is None else observer.look
         if is_fake(x):
@@ -208,7 +209,6 @@ class Stage:
                 block = own if observer is None else observer.watch(-1, own)
                 run.launch(block, extra, "block" if own.whole else self.recurrence.form)
             return run
-        check_surroundings()
         held = self.range.of(own.block.training)
         fixed = None if self.surveying else held.current(x)
         run = Pass(

@@ -279,11 +279,11 @@ class Scheduler:
     ) -> Recorder | None:
         """Give each stack its plan for this step. Returns the recorder if this step is observed."""
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(map(is_fake, leaves)):
-            return None  # this is the copy
+        if self.budget is None or any(map(is_fake, leaves)):  # no budget, or this is the copy
+            return None
         for stack in stacks:
             stack.planned = stack.recorder = None
-        if self.budget is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
         kind = _kind(model, stacks, leaves)
         if kind not in self.known:

@@ -156,7 +156,8 @@ class MomentumNet(nn.Module):
     def memory(self, memory: str | int | float) -> None:
         mode, budget = parse_memory(memory)
         _check_reversible(mode, self.recurrence)
-        self._memory, self._stack.mode, self._scheduler.budget = memory, mode, budget
+        self._memory, self._scheduler.budget = memory, budget
+        self._stack.mode, self._stack.planned, self._stack.recorder = mode, None, None
 
     @property
     def fraction_bits(self) -> int | str:
@@ -182,7 +183,7 @@ class MomentumNet(nn.Module):
         """The plain residual network, at γ = 0."""
         plan, fake = self._planned(x, extra), is_fake(x)
         observer = self._stack.observer(x)
-        if plan.replayed and torch.is_grad_enabled() and not fake:
+        if plan.replayed and torch.is_grad_enabled():
             check_surroundings()
         return residual(
             _watched(self._groups(), observer),
@@ -251,11 +252,11 @@ class MomentumNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra, reversible: bool = False) -> Forward:
         """One forward pass."""
+        check_surroundings()
         plan = self._planned(x0, extra, budgeted=not reversible)
         if is_fake(x0):
             integers = FixedPoint(0, integer_dtype(x0.dtype, self.recurrence.narrow))
             return self._steps(x0, extra, integers, overflow="nan", observer=self._stack.observer(x0), **plan.arguments)
-        check_surroundings()
         settings: dict[str, Any] = {
             "verify": self.verify,
             "overflow": self.overflow,

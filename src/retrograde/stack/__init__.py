@@ -4,5 +4,4 @@ momentum    the state as integers, one step on and one step back
 graph       autograd nodes: tokens carry gradients, integers carry values
 forward     the pass itself, in each memory mode
 calibrate   the fixed-point range, kept in step with the activations
-planner     what each memory mode keeps
 """

@@ -189,8 +189,8 @@ class Like:
         """y, if it is a tensor of this shape, dtype and device (under autocast its dtype may differ)."""
         if isinstance(y, FakeTensor) and not issubclass(self.kind, FakeTensor):
             raise TypeError(
-                f"{name} returned a tensor without values: it has one from the step in which memory was planned, kept outside of "
-                "its module. Keep it as a buffer, or convert without a budget."
+                f"{name} returned a tensor without values: it has one from a step in which memory was planned, kept outside of "
+                "its module. Keep it as a buffer, or plan without a budget."
             )
         if isinstance(y, Tensor) and y.shape == self.shape and y.dtype == self.dtype and y.device == self.device:
             return y

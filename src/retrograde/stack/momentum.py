@@ -77,7 +77,7 @@ class Recurrence:
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
-        """What has been worked out of it (`planner.leanest`), and need not be again in every pass."""
+        """What has been worked out of it (`memory.modes.leanest`), and need not be again in every pass."""
         return {}
 
     @cached_property
