@@ -39,7 +39,7 @@ def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
 
 def links_of(net: rg.MomentumNet) -> list[Choice]:
     (known,) = net._scheduler.known.values()
-    return known.links
+    return known.lean.links
 
 
 def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:

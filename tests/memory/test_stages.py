@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy, step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import KNOWN_INSIDE
 from retrograde.convert.convert import stages_of
 from retrograde.convert.survey import SCHEDULER
@@ -53,7 +53,7 @@ def scheduler_of(model: nn.Module) -> Scheduler:
 def observed(model: nn.Module, plans: Any = None) -> Step:
     """A step of a converted model with these plans, without values."""
     scheduler, stacks = model.__dict__[SCHEDULER]
-    return scheduler._step(model, stacks, (IMAGES,), {}, plans)
+    return scheduler.step(model, stacks, (IMAGES,), {}, plans)
 
 
 def used(model: nn.Module) -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_more_memory_is_never_slower() -> None:
         return seen[ways]
 
     for factor in torch.linspace(1, 4, 12).tolist():
-        plans = choose(once, Budget(int(least * factor), factor), IMAGES.device, lean)
+        plans = choose(once, lean, Budget(int(least * factor), factor), IMAGES.device)
         costs.append(next(iter(plans.values())).cost)
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 0 < costs[0]
@@ -401,7 +401,7 @@ def test_a_plan_that_takes_more_than_was_thought_is_exchanged() -> None:
     thought = dataclasses.replace(lean, usage=[n - least // 5 for n in lean.usage])
     for factor in (1.3, 2.5):
         budget = int(least * factor)
-        plans = choose(functools.partial(observed, model), Budget(budget, budget), IMAGES.device, thought)
+        plans = choose(functools.partial(observed, model), thought, Budget(budget, budget), IMAGES.device)
         assert with_reserve(max(observed(model, plans).usage)) <= budget, factor
         assert any(plan.kept or plan.stored for plan in plans.values()), factor
 

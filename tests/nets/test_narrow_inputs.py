@@ -227,7 +227,7 @@ SWEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, dict[str, 
 
 def observed(net: rg.MomentumNet, x: Tensor, plan: MemoryPlan) -> Step:
     """A step by this plan without values."""
-    return net._scheduler._step(net, [net._stack], (x,), {}, {"network": plan})
+    return net._scheduler.step(net, [net._stack], (x,), {}, {"network": plan})
 
 
 def links_of(net: rg.MomentumNet, x: Tensor) -> list[Choice]:

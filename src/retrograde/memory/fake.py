@@ -220,8 +220,8 @@ def plain(tensors: Iterable[Any]) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors if isinstance(t, Tensor))
 
 
-def device_of(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters()), "cpu")
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @dataclass
@@ -270,7 +270,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     for tensor in known:
         meter.count(tensor, 0)
     try:
-        with _no_trace(), mode, torch.enable_grad(), attention_on(device_of(model)), meter:
+        with _no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
         if isinstance(mode, PlanningMode):
@@ -328,7 +328,7 @@ def run_step(fake: Copy, loss: Callable[[Any], Tensor], autocast: torch.dtype | 
     Args:
         autocast: the dtype of automatic mixed precision; None: as it is set now.
     """
-    device = device_of(fake.model)
+    device = device_of(fake.model).type
     dtype = autocast or torch.get_autocast_dtype(device)
     enabled = autocast is not None or torch.is_autocast_enabled(device)
     with torch.autocast(device, dtype, enabled=enabled):
