@@ -286,8 +286,7 @@ class Range:
             )
 
     def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
-        known = (used.dtype, training) in self.found
-        fixed = followed(used, x, v, most_guard) if known else calibrated(x, v, used.dtype, most_guard)
+        fixed = followed(used, x, v, most_guard)
         _check_resolution(x, fixed)
         self.found[used.dtype, training] = fixed
         digits = max(math.frexp(start)[1], 0)
