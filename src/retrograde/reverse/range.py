@@ -276,8 +276,9 @@ class Range:
 
     def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
         known = (used.dtype, training) in self.found
-        fixed = followed(used, x, v, most_guard) if known else calibrated(x, v, used.dtype, most_guard)
-        _check_resolution(x, fixed)
+        finest = calibrated(x, v, used.dtype, most_guard)
+        _check_resolution(x, finest)
+        fixed = followed(used, x, v, most_guard) if known else finest
         self.found[used.dtype, training] = fixed
         digits = max(math.frexp(start)[1], 0)
         if start and digits < _FEW[fixed.dtype]:
