@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+from ways import begun
 
 import retrograde as rg
 from problems import Mlp, conv
@@ -19,7 +20,6 @@ from retrograde.memory.peak import peak_memory
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.replay import Extra
-from ways import begun
 
 FIXED = rg.FixedPoint(20, torch.int32)
 
@@ -199,7 +199,9 @@ def peak(net: rg.MomentumNet, x: torch.Tensor) -> int:
 def test_kept_inputs_are_integers_where_these_are_narrower(dtype: torch.dtype, fixed_point: str, each: int) -> None:
     sizes, x = [], torch.randn(512, 16, dtype=dtype)
     for depth in (8, 24):
-        net = rg.MomentumNet([Mlp(16, 16) for _ in range(depth)], memory="checkpoint", fixed_point=fixed_point).to(dtype)
+        net = rg.MomentumNet([Mlp(16, 16) for _ in range(depth)], memory="checkpoint", fixed_point=fixed_point).to(
+            dtype
+        )
         sizes.append(held(net, x)[0])
     assert sizes[1] - sizes[0] == 16 * each
     for block in list(net.blocks)[:12]:
@@ -303,5 +305,13 @@ def test_copies_pickles_and_state_dicts_after_a_forward() -> None:
 
 def test_repr_says_what_it_is() -> None:
     text = rg.MomentumNet([Mlp()] * 3, gamma=0.99, velocity="first", form="relu").extra_repr()
-    for part in ("depth=3", "gamma=99/100", "form='relu'", "velocity='first'", "memory='auto'", "fixed_point='auto'", "verify='auto'"):
+    for part in (
+        "depth=3",
+        "gamma=99/100",
+        "form='relu'",
+        "velocity='first'",
+        "memory='auto'",
+        "fixed_point='auto'",
+        "verify='auto'",
+    ):
         assert part in text

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from ways import assert_equal, begun
 
 import retrograde as rg
 from problems import Mlp, float_recurrence
@@ -21,7 +22,6 @@ from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.range import HEADROOM, MOST_BITS, calibrated, followed, shifted, unshifted
 from retrograde.reverse.replay import Extra
-from ways import assert_equal, begun
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
 """It does not matter here: f is of one size, whatever x is."""
@@ -71,7 +71,9 @@ def test_a_shift_can_be_undone(dtype: torch.dtype, data: st.DataObject) -> None:
     assert torch.equal(unshifted(high, rest, by), q)
     assert high.dtype == dtype
     exact = [Fraction(int(a), 2**by) for a in q]
-    assert all(abs(int(b) - a) <= Fraction(1, 2) or by >= 8 * dtype.itemsize - 2 for a, b in zip(exact, high, strict=True))
+    assert all(
+        abs(int(b) - a) <= Fraction(1, 2) or by >= 8 * dtype.itemsize - 2 for a, b in zip(exact, high, strict=True)
+    )
 
 
 # what comes ------------------------------------------------------------------------------------------------------------
@@ -153,7 +155,10 @@ def test_what_is_not_finite_is_refused_by_name_and_costs_later_passes_nothing(wh
     blow = {"by": 0.0}
     launch = (lambda x: x + blow["by"]) if where == "velocity" else None
     net, plain = times(1.0, torch.float64, velocity=launch)
-    x, says = torch.randn(3, 4, dtype=torch.float64), {"input": "in the input", "block": "out of block 2", "velocity": "in the initial velocity"}
+    x, says = (
+        torch.randn(3, 4, dtype=torch.float64),
+        {"input": "in the input", "block": "out of block 2", "velocity": "in the initial velocity"},
+    )
     for known in (False, True):
         for training in (True, False):
             net.train(training)
@@ -190,7 +195,9 @@ def test_overflow_as_nan_for_loops_that_scale_their_loss(bad: float, memory: str
     net.zero_grad()
     net(x).sum().backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
-    state = rg.MomentumNet(net.blocks, fixed_point=FixedPoint(20, torch.int32), overflow="nan", memory="reverse").encode(x * 1e5)
+    state = rg.MomentumNet(
+        net.blocks, fixed_point=FixedPoint(20, torch.int32), overflow="nan", memory="reverse"
+    ).encode(x * 1e5)
     assert state.x.isnan().all()
     assert state.v.isnan().all()
 
@@ -241,13 +248,18 @@ def test_the_smallest_of_float64_are_never_taken_for_zero(power: int) -> None:
 @pytest.mark.parametrize("velocity", [None, "first"])
 @pytest.mark.parametrize(
     ("dtype", "scale"),
-    [(d, s) for d in (torch.float32, torch.float64, torch.bfloat16) for s in (1e12, 1e30)] + [(torch.float64, s) for s in (1e39, 1e100, 1e300)],
+    [(d, s) for d in (torch.float32, torch.float64, torch.bfloat16) for s in (1e12, 1e30)]
+    + [(torch.float64, s) for s in (1e39, 1e100, 1e300)],
 )
 def test_very_large_activations_are_held_too(dtype: torch.dtype, scale: float, velocity: str | None) -> None:
     blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()).to(dtype) for _ in range(6)]
     x = (scale * torch.randn(3, 5).double()).to(dtype).requires_grad_()
     y = rg.MomentumNet(blocks, velocity=velocity, memory="reverse")(x)
-    assert (y.detach().double() - x.detach().double()).abs().max() <= 1e-2 * scale if dtype == torch.bfloat16 else 1e-6 * scale
+    assert (
+        (y.detach().double() - x.detach().double()).abs().max() <= 1e-2 * scale
+        if dtype == torch.bfloat16
+        else 1e-6 * scale
+    )
     y.sum().backward()  # f is nothing beside x
     assert x.grad.isfinite().all()
 
@@ -388,7 +400,13 @@ def later(net: rg.MomentumNet, x: Tensor) -> Tensor:
     known = bool(net.range.found)
     if known:
         net.range.deferred.collect(x)
-        seen = net.range.begin(torch.ones(1, dtype=x.dtype), 5, training=net.training, overflow=net.overflow, most_guard=net.recurrence.most_guard)
+        seen = net.range.begin(
+            torch.ones(1, dtype=x.dtype),
+            5,
+            training=net.training,
+            overflow=net.overflow,
+            most_guard=net.recurrence.most_guard,
+        )
         seen.looks, seen.dtype = False, x.dtype
     else:
         seen = begun(net, x)
