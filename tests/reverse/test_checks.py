@@ -1,4 +1,4 @@
-"""A replay that differs from the first run is found: nothing that enters a gradient is let through, and nothing that is right is refused."""
+"""A replay that differs from the first run is found: nothing wrong enters a gradient, and nothing that is right is refused."""
 
 from __future__ import annotations
 
@@ -367,9 +367,9 @@ def test_whichever_way_the_graph_is_run_through(verify: str, memory: str) -> Non
 
     for name, make in cases.items():
         for which in range(len(make()[1])):
-            net, bad, backward = make()
+            _, _, backward = make()
             backward() if name != "of_second_order" else None  # nothing to say
-            net, bad, backward = make()
+            _, bad, backward = make()
             bad[which].scale = 0.5
             try:
                 with pytest.raises(rg.ReplayError):

@@ -1,4 +1,4 @@
-"""The range of the fixed point: wide enough for whatever comes, as fine as it can be, and nothing is refused that a float could hold."""
+"""The range of the fixed point: wide enough for whatever comes, and as fine as it can be."""
 
 from __future__ import annotations
 
@@ -330,8 +330,8 @@ def test_an_input_that_is_nothing_beside_its_activations_is_told() -> None:
     net = rg.MomentumNet([nn.Linear(4, 4, bias=False) for _ in range(3)], gamma=0.5)
     for block in net.blocks:
         nn.init.eye_(block.weight).data.mul_(1e12)
-    with pytest.warns(UserWarning, match="binary digits"):
-        net(torch.ones(4))
+    net(torch.ones(4))
+    with pytest.warns(UserWarning, match="held to 0 binary digits"):
         net(torch.ones(4))
 
 
