@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from retrograde.nets.revnet import RevNet
 Between = Callable[[int, Tensor], Tensor]
 GAMMA = 0.9
 MODES = ("reverse", "checkpoint", "store")
+FIXED = rg.FixedPoint(20, torch.int32)
+FINE = rg.FixedPoint(40, torch.int64)
 
 
 class Residual(nn.Module):
@@ -108,7 +110,7 @@ def test_blocks_without_gradients_before_between_and_after(memory: str, recorded
         model.zero_grad(), plain.zero_grad()
 
 
-@pytest.mark.parametrize("verify", ["end", "blocks"])
+@pytest.mark.parametrize("verify", ["auto", "strict"])
 def test_a_pass_that_begins_without_gradients_is_verified(verify: str) -> None:
     """A block past the prefix that does not repeat itself is found."""
 
@@ -285,7 +287,7 @@ def looked_at(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("velocity", [None, "first"])
 @pytest.mark.parametrize("look", LOOKS)
-def test_to_look_changes_no_bit(look: str, velocity: str | None, dtype: torch.dtype, form: str) -> None:
+def test_a_block_that_looks_at_its_input_changes_no_more_than_the_order_of_sums(look: str, velocity: str | None, dtype: torch.dtype, form: str) -> None:
     """Blocks use x more than once, so that the order of sums shows."""
 
     class Block(Residual):
@@ -299,7 +301,7 @@ def test_to_look_changes_no_bit(look: str, velocity: str | None, dtype: torch.dt
 
     torch.manual_seed(0)
     blocks = [Block(branch=True).to(dtype) for _ in range(6)]
-    net = rg.MomentumNet(blocks, GAMMA, form=form, velocity=velocity, memory="reverse", fraction_bits=20)
+    net = rg.MomentumNet(blocks, GAMMA, form=form, velocity=velocity, memory="reverse", fixed_point=FIXED)
 
     def run(create_graph: bool = False) -> list[Tensor]:
         x = X.abs().to(dtype).requires_grad_()
@@ -308,13 +310,16 @@ def test_to_look_changes_no_bit(look: str, velocity: str | None, dtype: torch.dt
     quiet, traced = run(), run(create_graph=True)
     for at in ((5,), (3,), (0, 2, 3), range(6)):
         handles = [blocks[k].register_forward_pre_hook(looks) for k in at]
-        assert all(map(torch.equal, run(), quiet))
-        for a, b in zip(
-            run(create_graph=True), traced, strict=True
-        ):  # what it is made of may be asked for: the sum is kept
-            assert (a - b).abs().max() <= 100 * torch.finfo(dtype).eps * b.abs().max()
+        assert_close_to_rounding(run(), quiet)
+        assert_close_to_rounding(run(create_graph=True), traced)
         for handle in handles:
             handle.remove()
+
+
+def assert_close_to_rounding(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Of a sum in every layer."""
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= 16 * torch.finfo(b.dtype).eps * b.abs().max()
 
 
 UNSEEN: dict[str, Callable[[Tensor], Any]] = {
@@ -390,12 +395,13 @@ def test_a_sum_without_gradients_has_none() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ALIASES)
 def test_aliases_change_no_bit(way: str, dtype: torch.dtype) -> None:
-    model, _ = built("reverse", fraction_bits=20)
+    model, _ = built("reverse", fixed_point=FIXED)
     model.to(dtype)
     quiet = torch.autograd.grad(loss(model(X.to(dtype))), list(model.parameters()))
     model.between = ALIASES[way]
     found = torch.autograd.grad(loss(model(X.to(dtype))), list(model.parameters()))
-    assert all(map(torch.equal, found, quiet))
+    assert_close_to_rounding(found, quiet)
+    assert dtype == torch.bfloat16 or all(map(torch.equal, found, quiet))
 
 
 def test_a_hook_may_write_to_the_gradient() -> None:
@@ -522,7 +528,7 @@ def test_a_multi_grad_hook_is_given_all_of_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("verify", ["auto", "end", "blocks", "off"])
+@pytest.mark.parametrize("verify", ["auto", "strict", "off"])
 def test_a_gradient_taken_between_two_blocks(memory: str, verify: str) -> None:
     """As in a gradient penalty on an intermediate x: the pass goes on from where it was."""
     taken: list[Tensor] = []
@@ -610,7 +616,7 @@ def test_a_transformer_s_fast_path_without_gradients_is_replayed_as_it_was(memor
             return x
 
     torch.manual_seed(0)
-    model = rg.convert(Stack(), gamma=GAMMA, memory=memory, verify="end", stages=["layers"]).eval()
+    model = rg.convert(Stack(), gamma=GAMMA, memory=memory, verify="strict", stages=["layers"]).eval()
     x = torch.randn(2, 5, 8)
     for _ in range(2):
         loss(model(x)).backward()
@@ -776,8 +782,8 @@ def test_an_x_made_of_a_branch_that_is_looked_at_can_be_written_to(memory: str, 
     torch.manual_seed(5)
     model = Written(write).double()
     y, seen, wanted = step_of(copy.deepcopy(model), look, written_out=True)
-    other = rg.convert(copy.deepcopy(model), gamma=GAMMA, form="branch", stages=["layers"], memory="store")
-    rg.convert(model, gamma=GAMMA, form="branch", stages=["layers"], memory=memory)
+    other = rg.convert(copy.deepcopy(model), gamma=GAMMA, form="branch", stages=["layers"], memory="store", fixed_point=FINE)
+    rg.convert(model, gamma=GAMMA, form="branch", stages=["layers"], memory=memory, fixed_point=FINE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if write != "x += f" else "error")  # the velocity starts from 0 again
         if memory == "checkpoint" and write == "x += f":

@@ -23,6 +23,7 @@ from retrograde.convert.convert import stages_of
 from retrograde.extras import require
 
 X = torch.linspace(-2, 2, 80).view(2, 5, 8)
+FIXED = rg.FixedPoint(20, torch.int32)
 
 
 class Model(nn.Module):
@@ -102,9 +103,10 @@ def test_state_dicts_go_both_ways() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_casts(dtype: torch.dtype) -> None:
     model: Any = Model().to(dtype)
-    found = same_in_reverse(model, lambda m: m(X.to(dtype)), verify="end" if dtype == torch.float64 else "off")
+    found = same_in_reverse(model, lambda m: m(X.to(dtype)), verify="strict" if dtype == torch.float64 else "off")
     assert found["output"].dtype == dtype
     model = rg.convert(Model()).eval()
+    model(X)  # finds the range
     first = model(X)
     assert model.double()(X.double()).dtype == torch.float64
     assert torch.equal(model.float()(X), first)
@@ -164,7 +166,7 @@ def test_copy_between_forward_and_backward() -> None:
 
 
 def test_averaged_copies() -> None:
-    model: Any = rg.convert(Model())
+    model: Any = rg.convert(Model(), fixed_point=FIXED)
     average = AveragedModel(model)
     step(model, call)
     average.update_parameters(model)
@@ -177,8 +179,6 @@ def test_hooks_see_every_block_once_and_change_nothing() -> None:
         return out
 
     model: Any = rg.convert(Model(), memory="reverse")
-    torch.manual_seed(5)
-    run(model)
     expected = step(model, run)
     rg.revert(model)
     seen: list[str] = []
@@ -188,14 +188,56 @@ def test_hooks_see_every_block_once_and_change_nothing() -> None:
         module.register_full_backward_hook(lambda *_, n=name: seen.append(f"back {n}"))
         module.register_full_backward_pre_hook(lambda *_, n=name: seen.append(f"before {n}"))
     rg.convert(model, memory="reverse")
-    torch.manual_seed(5)
-    run(model)  # the survey calls blocks as well
-    seen.clear()
     found = step(model, run)
     assert_same_bits(found, expected)
     forwards = [s for n in "0123" for s in (f"pre {n}", f"post {n}")]
     assert seen[:8] == forwards
     assert sorted(seen[8:]) == sorted(f"{kind} {n}" for n in "0123" for kind in ("back", "before"))
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", "auto", "1GB"])
+@pytest.mark.parametrize("gamma", [0.9, 0])
+@pytest.mark.parametrize("by_example", [False, True])
+def test_the_model_is_called_once_a_step_and_its_blocks_once_in_forward(memory: str, gamma: float, by_example: bool) -> None:
+    """Also in the first step; a trial on an example, or a plan within a budget, calls a copy, or nothing that is seen later."""
+    if memory == "reverse" and gamma == 0:
+        pytest.skip("cannot be reversed")
+    model: Any = Counting(100.0)
+    rg.convert(model, X if by_example else None, stages=None if by_example else ["layers"], gamma=gamma, memory=memory)
+    before = model.calls, [layer.calls for layer in model.layers]
+    for step_ in range(1, 4):
+        y = model(X)
+        assert model.calls - before[0] == step_
+        forwards = [layer.calls - was for layer, was in zip(model.layers, before[1], strict=True)]
+        assert set(forwards) == {1}
+        y.sum().backward()
+        before = before[0], [layer.calls for layer in model.layers]
+
+
+class Counting(nn.Module):
+    """Counts its own calls and those of its blocks, which let x grow far beyond the range made for the input; hooks what they give,
+    which cannot be done without gradients."""
+
+    class Layer(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by, self.calls = nn.Parameter(torch.tensor(by)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.by * torch.cos(x)
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList(self.Layer(by) for _ in range(4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda g: None)
+        return x
 
 
 def test_a_hook_that_replaces_the_output_restarts_the_velocity_and_warns() -> None:
@@ -206,14 +248,14 @@ def test_a_hook_that_replaces_the_output_restarts_the_velocity_and_warns() -> No
     ):
         found = same_in_reverse(model)
     halves = [
-        rg.MomentumNet(list(copy.deepcopy(model.encoder.layers[a:b])), gamma=0.9, form="block", fraction_bits=20)
+        rg.MomentumNet(list(copy.deepcopy(model.encoder.layers[a:b])), gamma=0.9, form="block", fixed_point=FIXED)
         for a, b in ((0, 2), (2, 4))
     ]
     for layer in halves[0].blocks:
         layer._forward_hooks.clear()
     seen: list[Tensor] = []
     model.decoder.register_forward_pre_hook(lambda module, args: seen.append(args[1].detach()))
-    rg.convert(model, memory="store", fraction_bits=20)
+    rg.convert(model, memory="store", fixed_point=FIXED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call(model)
@@ -259,7 +301,7 @@ def test_frozen_parameters() -> None:
     model: Any = Model()
     for layer in (*model.encoder.layers[:2], model.decoder.layers[1]):
         layer.requires_grad_(False)
-    found = same_in_reverse(model, verify="end")
+    found = same_in_reverse(model, verify="strict")
     assert "gradient encoder.layers.2.linear1.weight" in found
     assert "gradient encoder.layers.0.linear1.weight" not in found
     assert not any(p.requires_grad for p in model.encoder.layers[0].parameters())
@@ -315,7 +357,7 @@ def test_memory_goes_with_the_graph() -> None:
         for mode in ("reverse", "store"):
             rg.convert(model, memory=mode)
             held[mode, layers] = rg.measure(model, x, repeats=1).held
-            assert not any(stage.open for stage in stages_of(model))
+            assert not any(stage.open.passes for stage in stages_of(model))
             rg.revert(model)
     assert held["reverse", 12] < 1.2 * held["reverse", 4]
     assert held["store", 12] > 2 * held["store", 4]

@@ -58,7 +58,7 @@ def test_what_makes_the_initial_velocity_leaves_the_cache_alone(attention: str) 
     """Block 0 is run twice then, on the same tokens."""
     model = make("Llama").eval()
     model.set_attn_implementation(attention)
-    rg.convert(model, gamma=0.5, velocity="first", fraction_bits=24)
+    rg.convert(model, gamma=0.5, velocity="first", fixed_point=rg.FixedPoint(24, torch.int32))
     tokens = TOKENS["input_ids"]
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -138,7 +138,7 @@ def test_masks_reach_the_blocks() -> None:
 def test_encoder_gets_gradients_through_the_decoder() -> None:
     model, found = make("Bart"), {}
     for mode in ("store", "reverse"):
-        rg.convert(model, memory=mode, verify="end")
+        rg.convert(model, memory=mode, verify="strict")
         found[mode] = step(model, lambda m: m(**PAIR)[0])
         rg.revert(model)
     assert_same_bits(found["store"], found["reverse"])

@@ -154,7 +154,7 @@ def test_converted_by_example_and_trained(name: str) -> None:
     plain, before = step(model, lambda m: output(m, example)), anatomy(model)
     found = {}
     for mode in ("store", "reverse", "checkpoint"):
-        rg.convert(model, example, memory=mode, verify="off" if mode == "store" else "blocks")
+        rg.convert(model, example, memory=mode, verify="off" if mode == "store" else "strict")
         assert [stage.steps for stage in stages_of(model) if not stage.checkpointed] == blocks
         found[mode] = step(model, lambda m: output(m, example))
         rg.revert(model)
@@ -212,10 +212,10 @@ def test_x_changed_in_place_between_blocks_starts_anew() -> None:
 
     model = Damped()
     halves = [
-        rg.MomentumNet(list(copy.deepcopy(model.layers[a:b])), form="block", fraction_bits=20)
+        rg.MomentumNet(list(copy.deepcopy(model.layers[a:b])), form="block", fixed_point=rg.FixedPoint(20, torch.int32))
         for a, b in ((0, 2), (2, 4))
     ]
-    rg.convert(model, stages=["layers"], memory="reverse", fraction_bits=20)
+    rg.convert(model, stages=["layers"], memory="reverse", fixed_point=rg.FixedPoint(20, torch.int32))
     with pytest.warns(UserWarning, match=r"layers\.2 was given something other .* its velocity starts from 0 again"):
         y = model(X)
     assert torch.equal(y, halves[1](halves[0](X) * 0.5))

@@ -29,17 +29,15 @@ import retrograde as rg
 class Retrograde(Contender):
     name = "Retrograde"
 
-    def __init__(self, verify: str = "auto", memory: str = "reverse", fraction_bits: int | str = "auto") -> None:
-        self.verify, self.memory, self.fraction_bits = verify, memory, fraction_bits
+    def __init__(self, verify: str = "auto", memory: str = "reverse") -> None:
+        self.verify, self.memory = verify, memory
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:
         memory = "store" if stored else self.memory
-        options = {"fraction_bits": self.fraction_bits} | options
         return rg.MomentumNet(blocks, memory=memory, verify=self.verify, **options)
 
     def plain(  # type: ignore[override]
         self, blocks: Sequence[nn.Module], dim: int = -1, gamma: Any = 0.9, form: str = "branch", velocity: Any = None,
-        fraction_bits: Any = None, overflow: str = "raise",
     ) -> nn.Module:  # fmt: skip
         gammas = [gamma] * len(blocks) if isinstance(gamma, float | int) else list(gamma)
         return PlainMomentum(blocks, gammas, form == "block", velocity)

@@ -140,9 +140,8 @@ def judge_ours(h: Hazard, ours: Callable[[str], Contender]) -> Cell:
     """How we do by default; where that is silently wrong, also which verify= sees it."""
     cell = judge(h, ours("auto"))
     if cell.kind == "wrong":
-        for verify in ("end", "blocks"):
-            if judge(h, ours(verify)).kind == "raises":
-                return replace(cell, caught=verify)
+        if judge(h, ours("strict")).kind == "raises":
+            return replace(cell, caught="strict")
     return cell
 
 

@@ -27,6 +27,7 @@ def _after(h: Setting, error: type[BaseException], call: int) -> Found:
     """A step that fails at the given call of block 2, and the step after it."""
     blocks = [Fragile() for _ in range(4)]
     net = h.net(list(blocks))
+    square(net(batch())).backward()  # the same range from here on, disturbed or not
     rng = torch.get_rng_state()
     if h.disturbed:
         blocks[2].fuse, blocks[2].error = call, error
@@ -125,6 +126,8 @@ def statistics_after_failed_replay(h: Setting) -> Found:
 def graph_dropped_without_backward(h: Setting) -> Found:
     """forward passes whose backward never comes, then a step"""
     net = h.net([Fragile() for _ in range(4)])
+    square(net(batch())).backward()  # the same range from here on, disturbed or not
+    net.zero_grad()
     for _ in range(3 if h.disturbed else 0):
         net(batch())
     torch.manual_seed(8)

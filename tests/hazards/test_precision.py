@@ -29,7 +29,7 @@ def same_bits(found: list[list[Tensor]]) -> bool:
 def test_autocast_transformer_of_depth_50_with_backward_outside(form: str, dtype: torch.dtype) -> None:
     blocks, x, found = transformer(50), torch.randn(2, 5, 8), []
     for memory in ("store", *REPLAYING):
-        net = rg.MomentumNet(copy.deepcopy(blocks), form=form, memory=memory, fraction_bits=20, verify="end")
+        net = rg.MomentumNet(copy.deepcopy(blocks), form=form, memory=memory, verify="strict")
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=dtype):
             loss = net(x).square().mean()
@@ -95,8 +95,8 @@ def test_scales_that_drift_a_hundredfold_over_a_thousand_steps() -> None:
             y.square().mean().backward()
             found.append([y.detach(), *(p.grad for p in net.parameters())])
         assert same_bits(found)
-        assert nets[0].fraction_bits == nets[1].fraction_bits
-        bits.append(nets[1].fraction_bits)
+        assert nets[0].fixed_point == nets[1].fixed_point
+        bits.append(nets[1].fixed_point.bits)
         outputs.append(float(y.detach().abs().max()))
     assert outputs[-1] > 50 * outputs[0]
     assert bits[-1] <= bits[0] - 5
@@ -133,7 +133,7 @@ def test_massive_activations(peak: float) -> None:
     x[:, 5], x[:, 17] = peak, -0.3 * peak
     found = []
     for memory in ("store", *REPLAYING):
-        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, verify="end")
+        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, verify="strict")
         net(x).square().mean().backward()
         found.append([p.grad for p in net.parameters()])
     assert same_bits(found)

@@ -1,8 +1,8 @@
-"""Deferred checks. On an accelerator we never wait for the device to read a result: a copy to the host is started, and the error, if
-any, is raised at the start of a later pass, or by `retrograde.settle`.
+"""Deferred checks. On an accelerator we never wait for the device to read a result: a copy to the host is started,
+and the error, if any, is raised at the start of a later pass, or by `retrograde.settle`.
 
-A pass in a CUDA graph is run by the host once, when it is captured. Its replays add what there is to say to memory outside of the
-graph; the next pass that is not one of them fetches it.
+A pass in a CUDA graph is run by the host once, when it is captured. Its replays add what there is to say to memory
+outside of the graph; the next pass that is not one of them fetches it.
 """
 
 from __future__ import annotations

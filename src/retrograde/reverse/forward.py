@@ -5,9 +5,9 @@
         run.step(block, extra)
     run.finish()                    # x_K
 
-From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the inputs of the next,
-and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take the same integer steps, so the way
-changes no bit of the result.
+From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the
+inputs of the next, and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take
+the same integer steps, so the way changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from .nodes import Enter, Leave, Rejoin, SameThread, Step, applied, observed
 from .parts import Memo
 from .replay import Call, Extra, Frame
 from .residual import Residual
-from .scheme import State
 from .tape import Kept, Tape
 
 Block = Callable[..., Any]
@@ -38,7 +37,7 @@ class Pass:
     """A pass in progress. `x` is the next block's input.
 
     Args:
-        state: the scheme's state at layer 0, or a `Residual`.
+        state: the `scheme.State` at layer 0, or a `Residual`.
         x0: the network's input.
         depth: how many blocks there will be.
         reversed: how many blocks, from the first on, recall their input from the state.
@@ -51,10 +50,11 @@ class Pass:
     """
 
     def __init__(
-        self, state: State | Residual, x0: Tensor, depth: int, *, reversed: int = 0, kept: int = 0, verify: str = "off",
-        memo: Memo | None = None, deferred: Deferred | None = None, check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
+        self, state: Any, x0: Tensor, depth: int, *, reversed: int = 0, kept: int = 0, verify: str = "off",
+        memo: Memo | None = None, deferred: Deferred | None = None,
+        check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
     ) -> None:  # fmt: skip
-        self.state: Any = state
+        self.state = state
         self.depth = depth
         self.reversed = reversed
         self.kept = kept
@@ -73,7 +73,7 @@ class Pass:
             self.x = state.read()
         else:
             *tokens, self.x = Enter.apply(x0, state)
-            self.tokens = [*tokens, *(state.token() for _ in range(state.tokens - len(tokens)))]
+            self.tokens = [*tokens, *(self.state.token() for _ in range(self.state.tokens - len(tokens)))]
 
     def _record(self) -> None:
         """See whether gradients are recorded, and prepare what that takes."""
@@ -90,7 +90,8 @@ class Pass:
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
-        self._note_form(-1, form)
+        if form is not None:
+            self._note_form(-1, form)
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
             *self.tokens, self.x = self.take(y, self.state, -1, *self.tokens)
@@ -100,20 +101,21 @@ class Pass:
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
         k = self.k
-        self._note_form(k, form)
+        if form is not None:
+            self._note_form(k, form)
         if not self.plain and self.tape.at != k and self.state is self.tape.state:
             self.tape.go_on_from(k)  # a backward pass has been here in between
         if k == self.reversed and k:
             self.state = self.state.fork()  # the tape stays here
         x = self.x
+        self._rejoin_if_observed(x)
         y = self._output(block, extra, k, name or f"block {k}")
         if self.plain:
             self.x = self.state.advance(k, y)
         elif self.tracked:
-            if observed(x) or (x.grad_fn is None and x.requires_grad):
-                self.rejoin(x)
+            self._rejoin_if_observed(x)  # the block may have put a hook on its input
             if torch.is_autocast_enabled(self.device.type):
-                torch.clear_autocast_cache()  # NOTE 7 of `replay`: or weights cast for the block are held to the end of forward
+                torch.clear_autocast_cache()  # NOTE 7 of `replay`: else weights cast for the block stay until the end of forward
             *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
         else:
             self.x = self.state.advance(k, y)
@@ -146,6 +148,13 @@ class Pass:
         self.tokens[at] = Rejoin.apply(self.tokens[at], x, self.state)
         self.state.gradient.observed.add(self.k)
 
+    def _rejoin_if_observed(self, x: Tensor) -> None:
+        """Before the block where possible: then its gradients are added up first, as without a look."""
+        if self.plain or not self.tracked or self.k in self.state.gradient.observed:
+            return
+        if observed(x) or (x.grad_fn is None and x.requires_grad):
+            self.rejoin(x)
+
     def finish(self) -> Tensor:
         """The last x."""
         x = self.x
@@ -155,8 +164,8 @@ class Pass:
         """What the state holds besides: v, or both streams in one."""
         return self._end(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
 
-    def _note_form(self, k: int, form: str | None) -> None:
-        if form is not None and not self.plain:
+    def _note_form(self, k: int, form: str) -> None:
+        if not self.plain:
             self.state.gradient.forms[k] = FORMS.index(form)
 
     def _end(self, result: Tensor) -> Tensor:
@@ -180,7 +189,7 @@ class Pass:
         elif self.plain:
             call.refuse_writes()
         elif frame.shapes and self.state.narrow:
-            kept.hold_integers(self.state.x, self.state.fixed, self.state.dtype)
+            kept.hold_integers(getattr(self.state, self.state.input_name(k)), self.state.fixed, self.state.dtype)
         elif call.writes:  # to its input
             kept.hold(self.state.read())
         return y

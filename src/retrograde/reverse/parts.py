@@ -1,7 +1,7 @@
 """What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
 
-Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may depend on.
-A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
+Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may
+depend on. A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ class Parts:
         tensors = [*self.parameters, *(b for _, own in self.buffers for b in own.values() if b is not None)]
         self.settled = not any(map(is_lazy, tensors))
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
-        self.modes = [(m.__dict__, {"training": m.training}) for m in modules]
-        self.fingerprints: dict[Any, list[int]] = {}  # by what the block saves: which tensors are compared (`checks`)
+        self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
+        self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
     def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
 
-        Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes, buffers, parameters)
-        stands there as it was.
+        Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
+        buffers, parameters) stands there as it was.
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
         """
-        own = [of for of, _ in self.statistics]
-        replay = [{name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics]
+        own: list[dict[str, Any]] = [of for of, _ in self.statistics]
+        replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
+        if fresh:
+            replay = [{name: b if b is None else b.clone() for name, b in scratch.items()} for scratch in replay]
         if not self.unchanged():
-            before = [*self.modes, *self.buffers, *self.registered]
+            modes = [(m.__dict__, {"training": was}) for m, was in zip(self.modules, self.training, strict=True)]
+            before = [*modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]
             replay += [was for _, was in before]
         return own, replay

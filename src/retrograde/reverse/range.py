@@ -1,12 +1,13 @@
 """The range of the fixed point: how large the values of a pass may become, and how finely they are held.
 
-A pass begins with the range that the passes before it have shown to be right, or, where there are none, with one made for the
-magnitude of its input. Where a step would leave it, the step is undone, the integers are shifted to the right, the bits shifted out
-are kept beside the state, and the step is taken again (`PassRange`, `shifted`). So no value leaves the range, nothing is run twice, and
-the way back is as exact as ever.
+A pass begins with the range that the passes before it have shown to be right, or, where there are none, with one made
+for the magnitude of its input. Where a step would leave it, the step is undone, the integers are shifted to the
+right, the bits shifted out are kept beside the state, and the step is taken again (`PassRange`, `shifted`). So no
+value leaves the range, nothing is run twice, and the way back is as exact as ever.
 
-That takes one look at the largest values after every step. On a CPU it costs nothing worth saving. On an accelerator it would make the
-host wait, so there only the first pass looks; later ones leave it to a deferred check (`deferred`), with a few bits to spare.
+That takes one look at the largest values after every step. On a CPU it costs nothing worth saving. On an accelerator
+it would make the host wait, so there only the first pass looks; later ones leave it to a deferred check (`deferred`),
+with a few bits to spare.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
     if by >= 8 * q.element_size() - 2:
         return torch.zeros_like(q), q.clone()
     high = (q + ((1 << by) >> 1)) >> by
-    narrow = next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1)
+    narrow = next(
+        dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1
+    )
     return high, (q - (high << by)).to(narrow)
 
 
@@ -109,9 +112,9 @@ class PassRange:
     """
 
     def __init__(self, x0: Tensor, fixed: FixedPoint, rows: int, *, known: bool, given: bool, overflow: str) -> None:
-        self.fixed = fixed
         self.dtype = x0.dtype
         self.given = given
+        self.hold(fixed)
         self.raises = overflow == "raise"
         has_values = type(x0) in (Tensor, Parameter) and not x0.is_meta
         self.looks = has_values and (x0.device.type == "cpu" or not (known or given)) and not capturing(x0)
@@ -127,12 +130,11 @@ class PassRange:
         """For another pass like this one, beginning with this fixed point."""
         return PassRange(x0, fixed, len(self.rows), known=True, given=self.given, overflow="nan")
 
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Of |v| and |x|, as integers. x must fit its float, too."""
-        fixed = self.fixed
+    def hold(self, fixed: FixedPoint) -> None:
+        """Use this fixed point from now on. `limits` are of |v| and |x|, as integers; x must fit its float, too."""
+        self.fixed = fixed
         largest = torch.finfo(self.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
-        return fixed.limit, min(fixed.limit, largest)
+        self.limits = fixed.limit, min(fixed.limit, largest)
 
     def fits(self, row: int) -> bool:
         """Whether the values of this row are in range, as far as that is looked at now."""
@@ -202,7 +204,9 @@ class Range:
 
     def __init__(self, setting: Any = "auto") -> None:
         if setting not in ("auto", "int16") and not isinstance(setting, FixedPoint):
-            raise ValueError(f"fixed_point must be 'auto', 'int16' or a retrograde.FixedPoint(bits, dtype); got {setting!r}.")
+            raise ValueError(
+                f"fixed_point must be 'auto', 'int16' or a retrograde.FixedPoint(bits, dtype); got {setting!r}."
+            )
         self.setting = setting
         self.narrow = setting == "int16" or (isinstance(setting, FixedPoint) and setting.dtype == torch.int16)
         self.found: dict[tuple[torch.dtype, bool], FixedPoint] = {}
@@ -218,6 +222,11 @@ class Range:
     def begin(self, x0: Tensor, rows: int, *, training: bool, overflow: str, most_guard: int = MOST_GUARD) -> PassRange:
         """The range of a pass on x0. Raises here what an earlier pass on an accelerator turns out to have met."""
         self.deferred.collect(x0)
+        if x0.is_meta and torch.is_grad_enabled():
+            raise TypeError(
+                "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
+                "them, under torch.no_grad() there is an output without them; else move the model and its input to a device."
+            )
         if self.narrow and x0.dtype == torch.float64:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
         if isinstance(self.setting, FixedPoint):
@@ -272,7 +281,9 @@ class Range:
                 check_range(rows, fixed, limits)
         elif not given:
             v, x = (max(column) for column in zip(*rows, strict=True))
-            self._note(fixed, x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard), rows[0][1], training, most_guard)
+            self._note(
+                fixed, x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard), rows[0][1], training, most_guard
+            )
 
     def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
         known = (used.dtype, training) in self.found
@@ -283,8 +294,8 @@ class Range:
         digits = max(math.frexp(start)[1], 0)
         if start and digits < _FEW[fixed.dtype]:
             warnings.warn(
-                f"the input of this pass was held to {digits} binary digits, because activations of it, or of a pass before it, are larger "
-                "out of all proportion. Scale the input up, or normalise what makes them grow.",
+                f"the input of this pass was held to {digits} binary digits, because activations of it, or of a pass before "
+                "it, are larger out of all proportion. Scale the input up, or normalise what makes them grow.",
                 stacklevel=2,
             )
 

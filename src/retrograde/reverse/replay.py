@@ -1,21 +1,23 @@
 """One run of one block that can be run again to the bit, and the hooks by which autograd finds what it saved.
 
-A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for a saved tensor, the
-block's input is recalled, the block is run again, and its tensors are handed out. The graph is the genuine one, so everything that works
-with autograd works here.
+A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for
+a saved tensor, the block's input is recalled, the block is run again, and its tensors are handed out. The graph is
+the genuine one, so everything that works with autograd works here.
 
-What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random numbers, autocast.
-A `Call` notes all of these at the first run, puts back what has changed since, and checks that no tensor was changed in place.
+What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random
+numbers, autocast. A `Call` notes all of these at the first run, puts back what has changed since, and checks that no
+tensor was changed in place.
 
 NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gathered the parameters by then.
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
 NOTE 3 (not a leaf). The replayed input is not a leaf, and requires a gradient exactly when the first one did.
-NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a replay, and restored
-    after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C cannot come in between.
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a
+    replay, and restored after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C
+    cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `nodes.SameThread`.
-NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast are freed after
-    each block.
+NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
+    are freed after each block.
 NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
 NOTE 9 (detected). A replay that differs from the first run is an error: see `checks`.
 """
@@ -119,7 +121,10 @@ class Call:
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         own, replay = self.parts.exchanged(fresh=grad)
-        original = [{name: entries[name] for name in other if name in entries} for entries, other in zip(own, replay, strict=True)]
+        original = [
+            {name: entries[name] for name in other if name in entries}
+            for entries, other in zip(own, replay, strict=True)
+        ]
         surroundings = self._autocast_as_it_was(x)
         try:  # NOTE 4
             try:
@@ -145,7 +150,9 @@ class Call:
     def refuse_writes(self) -> None:
         """Raise if the block wrote to its input, which is to be kept as it was."""
         if self.writes:
-            raise ReplayError(f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it.")
+            raise ReplayError(
+                f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
+            )
 
     def _autocast_as_it_was(self, x: Tensor) -> Any:
         now = _autocast_state(x.device.type)
@@ -172,7 +179,7 @@ class Source(Protocol):
 
     def recall(self, k: int) -> Tensor: ...
     def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, k: int) -> None: ...
+    def abandon(self, x: Tensor) -> None: ...
     def pass_by(self, k: int) -> None: ...
 
 
@@ -260,7 +267,7 @@ class Frame:
             self.source.settle(self.k, y, self.eager)
             self.saved = list(saved)
         except BaseException:
-            self.source.abandon(self.k)
+            self.source.abandon(x)
             raise
         finally:
             saved.clear()  # NOTE 7: break the reference cycle saved tensor → hook → this list

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .checks import Checks
 
 
+INTERRUPTED = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+
+
 class Kept:
     """One block's input, kept: the float, which nobody may change, or a copy of its integers where these take fewer bytes."""
 
@@ -46,7 +49,9 @@ class Kept:
 
     def recall(self, k: int) -> Tensor:
         if self.x._version != self.version:
-            raise ReplayError(f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead.")
+            raise ReplayError(
+                f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead."
+            )
         x = self.x.detach()
         if self.fixed is None:
             return x
@@ -55,7 +60,7 @@ class Kept:
         return out
 
     def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, k: int) -> None: ...
+    def abandon(self, x: Tensor) -> None: ...
     def pass_by(self, k: int) -> None: ...
 
 
@@ -70,7 +75,10 @@ class Tape:
         self.calls: dict[int, Call] = {}
         self.at = 0
         self.pulled = False  # whether the first half of a step back is done
-        self.owed: Tensor | None = None  # the output of block `at`, with which the last step back is still to be finished
+        self.failed: Tensor | None = None  # the input it gave, where the replay on that failed: there a next one begins
+        self.owed: Tensor | None = (
+            None  # the output of block `at`, with which the last step back is still to be finished
+        )
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
         self.lost = ""  # why there is nothing to go on from
@@ -87,14 +95,13 @@ class Tape:
         if self.at <= k or k < 0:
             self.seek(max(k, 0))
             return self.state.pull(k) if k < 0 else self.state.read()
-        self.seek(k + 1, lazily=True)
+        if not (self.pulled and self.at == k + 1):
+            self.seek(k + 1, lazily=True)
         return self._pull()
 
     def settle(self, k: int, y: Tensor, now: bool) -> None:
         if self.pulled:
-            self.pulled = False
-            self.at = k
-            self.owed = y
+            self._finish_later(k, y)
         if k == self.lowest:
             self._served()
         self.seek(self.at, lazily=not now)
@@ -104,18 +111,16 @@ class Tape:
         if self.lowest is not None and self.lowest < k < self.at and not self.lost:
             self.seek(k)  # to the end: what is owed may be a view of a parameter
 
-    def abandon(self, k: int) -> None:
-        """The replay of block k failed."""
+    def abandon(self, x: Tensor) -> None:
+        """The replay on this input failed. The next one begins with it."""
         if self.pulled:
-            self.lost = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+            self.failed = x.detach()
 
     def seek(self, k: int, lazily: bool = False) -> None:
-        while self.at > k:
+        while self.at > k or self.pulled:
             x = self._pull()
             y = self._output(self.at - 1, x)
-            self.pulled = False
-            self.at -= 1
-            self.owed = y
+            self._finish_later(self.at - 1, y)
         if self.owed is not None and not lazily:
             y, self.owed = self.owed, None
             self._whole(self.state.retreat, self.at, y)
@@ -130,12 +135,26 @@ class Tape:
         self.seek(k)
 
     def _pull(self) -> Tensor:
+        if self.pulled:
+            if self.failed is None:
+                self.lost = INTERRUPTED
+                raise RuntimeError(self.lost)
+            again, self.failed = self.failed, None
+            return again
+        self.lost = INTERRUPTED
         y, self.owed = self.owed, None
-        x: Tensor = (
-            self._whole(self.state.pull, self.at - 1) if y is None else self._whole(self.state.recede, self.at, y)
-        )
+        x = self.state.pull(self.at - 1) if y is None else self.state.recede(self.at, y)
         self.pulled = True
+        self.lost = ""
         return x
+
+    def _finish_later(self, k: int, y: Tensor) -> None:
+        """Block k gave y on what was pulled: its step back is owed."""
+        self.lost = INTERRUPTED
+        self.pulled = False
+        self.at = k
+        self.owed = y
+        self.lost = ""
 
     def _output(self, k: int, x: Tensor) -> Tensor:
         """Block k again, for its output alone."""
@@ -143,14 +162,14 @@ class Tape:
         try:
             return self.calls[k].again(x, saved)
         except BaseException:
-            self.abandon(k)
+            self.abandon(x)
             raise
         finally:
             saved.clear()
 
     def _whole(self, step: Callable[..., Any], *args: Any) -> Any:
         """A step of the state; one that stops half-way leaves nothing to go on from."""
-        self.lost = "An earlier backward pass through this network was interrupted. Run the forward pass again."
+        self.lost = INTERRUPTED
         result = step(*args)
         self.lost = ""
         return result
