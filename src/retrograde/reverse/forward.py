@@ -188,7 +188,7 @@ class Pass:
         elif self.plain:
             call.refuse_writes()
         elif frame.shapes and self.state.narrow:
-            kept.hold_integers(self.state.x, self.state.fixed, self.state.dtype)
+            kept.hold_integers(getattr(self.state, self.state.input_name(k)), self.state.fixed, self.state.dtype)
         elif call.writes:  # to its input
             kept.hold(self.state.read())
         return y
