@@ -1,4 +1,4 @@
-"""A replay that differs from the first run is found: nothing that enters a gradient is let through, and nothing that is right is refused."""
+"""A replay that differs from the first run is found: nothing wrong enters a gradient, and nothing that is right is refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from ways import assert_equal
 
 import retrograde as rg
 from retrograde.convert.convert import stages_of
 from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.deferred import FIRST_STEP, Deferred
 from retrograde.reverse.range import holders
-from ways import assert_equal
 
 FIXED = rg.FixedPoint(22, torch.int32)
 REPLAYING = ["reverse", "checkpoint"]
@@ -283,7 +283,11 @@ def test_right_is_let_through_and_wrong_is_not_except_where_checks_are_off(kind:
     if verify == "off":
         wrong_pass(net, x)
     else:
-        says = r"block|run again|\d" if verify == "strict" else r"the gradients of this backward pass are wrong.*Zero the gradients"
+        says = (
+            r"block|run again|\d"
+            if verify == "strict"
+            else r"the gradients of this backward pass are wrong.*Zero the gradients"
+        )
         with pytest.raises(rg.ReplayError, match=says):
             wrong_pass(net, x)
     net.zero_grad()
@@ -363,9 +367,9 @@ def test_whichever_way_the_graph_is_run_through(verify: str, memory: str) -> Non
 
     for name, make in cases.items():
         for which in range(len(make()[1])):
-            net, bad, backward = make()
+            _, _, backward = make()
             backward() if name != "of_second_order" else None  # nothing to say
-            net, bad, backward = make()
+            _, bad, backward = make()
             bad[which].scale = 0.5
             try:
                 with pytest.raises(rg.ReplayError):
@@ -396,10 +400,17 @@ def test_a_replay_from_a_kept_input_stops_at_the_last_tensor_it_is_run_for() -> 
             self.runs += 1
             return x + 1
 
-    for memory, verify, runs in (("checkpoint", "off", 1), ("checkpoint", "auto", 1), ("checkpoint", "strict", 2), ("reverse", "off", 2)):
+    for memory, verify, runs in (
+        ("checkpoint", "off", 1),
+        ("checkpoint", "auto", 1),
+        ("checkpoint", "strict", 2),
+        ("reverse", "off", 2),
+    ):
         counts = [Counts() for _ in range(3)]
         net = rg.MomentumNet(
-            [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), c) for c in counts], memory=memory, verify=verify
+            [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), c) for c in counts],
+            memory=memory,
+            verify=verify,
         )
         loss = net(torch.randn(3, 8)).sum()
         before = torch.get_rng_state()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from problems import Mlp
 
+FIXED = rg.FixedPoint(22, torch.int32)
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # the compiler looks at it
@@ -50,7 +51,7 @@ def test_gradients_of_stored_activations_and_no_recompilation(backend: str, memo
     for mode in ("store", memory):
         parts = [torch.compile(block, backend=backend) for block in copy.deepcopy(blocks)]
         net = rg.MomentumNet(
-            parts, form="block", memory=mode, fraction_bits=22, verify="blocks" if mode != "store" else "off"
+            parts, form="block", memory=mode, fixed_point=FIXED, verify="strict" if mode != "store" else "off"
         )
         first = steps(net, xs[:1])
         before = compilations()
@@ -66,7 +67,7 @@ def test_compiled_in_place_and_as_a_whole(memory: str, which: str) -> None:
     blocks, xs = [Mlp() for _ in range(3)], [torch.randn(3, 8) for _ in range(3)]
     head, tail, found = nn.Linear(8, 8), nn.Linear(8, 8), []
     for compiled in (False, True):
-        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, fraction_bits=22)
+        net = rg.MomentumNet(copy.deepcopy(blocks), memory=memory, fixed_point=FIXED)
         model: nn.Module = nn.Sequential(head, net, tail)
         if compiled and which == "whole model":
             model = torch.compile(model, backend="aot_eager")
@@ -88,7 +89,7 @@ def test_counters_of_the_compiler_are_its_users_own(backend: str) -> None:
     blocks, x, found = [Normed() for _ in range(3)], torch.randn(6, 8), []
     for mode in ("store", "reverse"):
         parts = [torch.compile(block, backend=backend) for block in copy.deepcopy(blocks)]
-        net = rg.MomentumNet(parts, form="block", memory=mode, fraction_bits=22)
+        net = rg.MomentumNet(parts, form="block", memory=mode, fixed_point=FIXED)
         y = net(x)
         torch._dynamo.utils.counters.clear()
         y.square().mean().backward()
@@ -104,7 +105,7 @@ def test_a_module_can_be_copied_while_it_is_run_again(memory: str) -> None:
     copies: list[nn.Module] = []
     torch._dynamo.utils.counters.clear()  # as where nothing is compiled
     for mode in ("store", memory):
-        net = rg.MomentumNet(copy.deepcopy(blocks), form="block", memory=mode, fraction_bits=22)
+        net = rg.MomentumNet(copy.deepcopy(blocks), form="block", memory=mode, fixed_point=FIXED)
         y = net(x)
         for block in net.blocks if mode == memory else ():
             block.layers[1].register_forward_hook(lambda m, a, y: copies.append(copy.deepcopy(m)))

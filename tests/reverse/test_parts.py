@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from problems import conv
-from retrograde.core.parts import Memo, parts_of
+from retrograde.reverse.parts import Memo, parts_of
 
 
 def test_remembered_until_anything_is_exchanged() -> None:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrograde.core.errors import ReplayError
-from retrograde.core.rng import Generators, Undrawn, shared
-from retrograde.stack.aside import rng_kept
+from retrograde.errors import ReplayError
+from retrograde.reverse.rng import Generators, Undrawn, shared
 
 
 def test_places_are_put_back() -> None:
@@ -26,13 +25,6 @@ def test_runs_that_draw_nothing_share_one_state() -> None:
     assert first[1][0] is second[1][0]
     torch.rand(1)
     assert shared(generators.places())[1][0] is not first[1][0]
-
-
-def test_what_is_drawn_inside_leaves_no_trace() -> None:
-    before = torch.get_rng_state()
-    with rng_kept((), []):
-        torch.rand(7)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class OnCuda(Tensor):
