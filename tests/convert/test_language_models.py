@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, PAIR, SEQ, TOKENS, hf
-from conversion import step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import step
 from problems import assert_same_bits
 
 

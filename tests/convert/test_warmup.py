@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import step
 from problems import assert_same_bits
 from retrograde.convert import lightning_callback, trainer_callback
 from retrograde.convert.convert import stages_of

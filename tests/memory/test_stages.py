@@ -20,12 +20,12 @@ import retrograde as rg
 from conversion import anatomy, step
 from problems import KNOWN_INSIDE
 from retrograde.convert.convert import stages_of
-from retrograde.convert.survey import SCHEDULER
+from retrograde.convert.schedule import SCHEDULER
 from retrograde.memory.budget import Scheduler, Step, choose
 from retrograde.memory.modes import Budget
 from retrograde.memory.schedule import RESERVE, with_reserve
 from retrograde.nets.resnet import Bottleneck, ResNet
-from retrograde.stack.momentum import Momentum
+from retrograde.reverse.momentum import Momentum
 
 IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 

@@ -23,7 +23,9 @@ from retrograde.nets.resnet import (
     momentum_resnet,
     thin_resnet,
 )
-from retrograde_experiments.train.learner import compile_blocks, momentum_nets, ranges, set_gamma, set_ranges
+from retrograde.reverse.range import holders
+from retrograde_experiments.private import put_back, set_gamma, training_ranges, written
+from retrograde_experiments.train.learner import compile_blocks
 
 MODES = ["store", "checkpoint", "reverse", "auto"]
 KINDS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
@@ -153,8 +155,8 @@ def test_forms(name: str) -> None:
     make = partial(momentum_resnet, name)
     for form, wanted in ((None, "relu"), ("relu", "relu"), ("block", "block")):
         net = make(form=form)
-        assert {inner.recurrence.form for _, inner in momentum_nets(net)} == {wanted}
-        assert {inner.form for _, inner in momentum_nets(net)} == {"block"}  # of the blocks themselves
+        assert {inner.recurrence.form for _, inner in holders(net)} == {wanted}
+        assert {inner.form for _, inner in holders(net)} == {"block"}  # of the blocks themselves
         assert f"form={wanted!r}" in repr(inner(net))
         assert list(net.state_dict()) == list(make(form="block").state_dict())
 
@@ -347,12 +349,12 @@ def test_ranges_are_found_and_put_back() -> None:
     found = {}
     for form in ("block", None):
         net = small(form, fraction_bits="auto")
-        assert [name for name, _ in momentum_nets(net)] == ["layer1", "layer2"]
+        assert [name for name, _ in holders(net)] == ["layer1", "layer2"]
         step(net)
-        found[form] = ranges(net)
+        found[form] = written(training_ranges(net))
         other = small(form, fraction_bits="auto")
-        set_ranges(other, found[form])
-        assert ranges(other) == found[form]
+        put_back(training_ranges(other), found[form])
+        assert written(training_ranges(other)) == found[form]
     assert found[None] == found["block"]
     assert all(found[None].values())
 
