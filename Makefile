@@ -21,14 +21,14 @@ check: $(READY)         ## lint and types
 	$(BIN)/mypy
 
 bench-cpu: $(READY)     ## step time and peak memory against checkpointing, on this machine's CPU
-	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/retrograde bench --size cpu
 
 bench-smoke: $(READY)   ## every method of the benchmark on small networks
-	$(BIN)/python benchmarks/step.py run --size smoke --without '*compile*'
+	$(BIN)/retrograde bench --size smoke --without compile
 
-$(READY): pyproject.toml constraints-cpu.txt
+$(READY): pyproject.toml experiments/pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e ".[dev]" -e ./experiments
 	touch $(READY)
 
 clean:

@@ -6,11 +6,16 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import typer
 from packaging.requirements import Requirement
+
+from command_line import COMMANDS, registered
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "retrograde"
@@ -115,11 +120,30 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     assert "site-packages" in done.stdout
     files = list((tmp_path / "clean").rglob("retrograde/py.typed"))
     assert files, "py.typed is missing from the wheel"
+    with zipfile.ZipFile(wheel) as held:
+        tops = {name.split("/")[0] for name in held.namelist()}
+    assert tops == {"retrograde", f"retrograde-{metadata.version('retrograde')}.dist-info"}, "the wheel holds more"
     assert list((tmp_path / "clean").rglob("retrograde/kernels/cpu.c")), "cpu.c is missing from the wheel"
     cli = subprocess.run(
         [str(tmp_path / "clean" / "bin" / "retrograde")], capture_output=True, text=True, env=environment
     )
-    assert "retrograde[experiments]" in cli.stderr + cli.stdout
+    assert "retrograde[cli]" in cli.stderr + cli.stdout
+
+
+def test_the_experiments_register_the_commands_that_they_name() -> None:
+    assert set(COMMANDS) == {"train", "reproduce", "report", "bench"}
+    for name, value in COMMANDS.items():
+        app = typer.Typer()
+        EntryPoint(name, value, "retrograde.commands").load()(app)
+        assert registered(app) == [name]
+
+
+def test_the_experiments_use_private_names_of_the_library_in_one_file_only() -> None:
+    """Public are the names of `retrograde`, `retrograde.nets`, `retrograde.theory`, and what imports optional packages."""
+    private = re.compile(r"(?:from|import) retrograde\.(?!nets\b|theory\b|extras\b)(\w+)")
+    for path in (ROOT / "experiments").rglob("*.py"):
+        if path.name != "private.py":
+            assert not private.findall(path.read_text()), path
 
 
 def test_importing_it_does_not_import_the_compiler() -> None:

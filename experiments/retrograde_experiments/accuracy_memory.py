@@ -18,11 +18,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import retrograde as rg
-from retrograde.measure import human
 
 from .data.batches import Resident
 from .findings import Finding, spread
 from .metrics import Key, Record
+from .private import human
 from .run import Context
 from .style import COLOURS, canvas
 from .train import Recipe, build
@@ -93,7 +93,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     memory = "reverse" if unit["gamma"] else "store"
     net = build(
         config.model, classes=source.classes, channels=source.channels, gamma=unit["gamma"], memory=memory,
-        state_bits=unit.get("bits", "auto"),
+        fixed_point="int16" if unit.get("bits") == 16 else "auto",
     )  # fmt: skip
     learner, curve = trained(net, config.recipe(), source, context)
     x, y = next(source.epoch(0))

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrograde.core.fixedpoint import FixedPoint
-from retrograde.settle import settle
-from retrograde.stack.calibrate import Range, holders
+import retrograde as rg
 
 from .errors import ExperimentError
 from .metrics import write_atomic, writing
+from .private import begin_again, every_range, put_back, written
 
 FOLDER = "checkpoints"
 
@@ -77,25 +75,12 @@ class Checkpoint:
 
 def state_of(net: nn.Module) -> dict[str, Any]:
     """Parameters, buffers and fixed-point ranges, for `save`."""
-    settle(net)  # on an accelerator the last passes may not have been looked at yet
-    kept = {
-        name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
-        for name, held in _ranges(net)
-    }
-    return {"parameters": net.state_dict(), "ranges": kept}
+    rg.settle(net)  # on an accelerator the last passes may not have been looked at yet
+    return {"parameters": net.state_dict(), "ranges": written(every_range(net))}
 
 
 def restore(net: nn.Module, state: dict[str, Any]) -> None:
     """The inverse of `state_of`: what the network computes from here on has the bits of the one that was saved."""
     net.load_state_dict(state["parameters"])
-    for name, held in _ranges(net):
-        dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in state["ranges"].get(name, []))
-        held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
-        held.begun = bool(held.fixed)
-
-
-def _ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
-    for name, part in holders(net):
-        yield name, part.range
-        if part.range.other is not None:
-            yield f"{name}, evaluation", part.range.other
+    put_back(every_range(net), state["ranges"])
+    begin_again(every_range(net))

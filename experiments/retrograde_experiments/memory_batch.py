@@ -25,10 +25,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.measure import human
 
 from .findings import Finding
 from .metrics import Key, Record
+from .private import human
 from .run import Context
 from .style import COLOURS, NAMES, canvas
 from .train import build

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.measure import human
 
 from .errors import ExperimentError
 from .findings import Finding
 from .metrics import Key, Record
+from .private import human
 from .run import Context, one_thread
 from .style import COLOURS, NAMES, canvas
 

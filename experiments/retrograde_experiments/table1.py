@@ -1,6 +1,6 @@
 """Table 1: which networks invert in closed form, take a ResNet's parameters and train freely, each checked on a built network.
 
-`retrograde.nets.table1` builds each network, inverts a batch and counts evaluations, loads a residual network's state_dict, takes
+`table1_checks` builds each network, inverts a batch and counts evaluations, loads a residual network's state_dict, takes
 a plain SGD step and inverts again. Here: once per seed, beside the paper's table. ResNet, Hamiltonian and second-order ODE are
 not in the paper's.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from retrograde.nets import table1 as checks
-
+from . import table1_checks as checks
 from .findings import Finding
 from .metrics import Key, Record
 from .run import Context, one_thread

@@ -7,7 +7,9 @@
 True
 """
 
-from . import theory as theory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .arithmetic.fixed import FixedPoint
 from .convert import GammaWarmup, Plan, convert, plan, revert
 from .errors import RangeOverflow, ReplayError
@@ -15,8 +17,17 @@ from .memory import measure
 from .nets.momentum import MomentumNet, State
 from .settle import settle
 
+if TYPE_CHECKING:
+    from . import theory as theory
+
 __version__ = "0.1.0"
 __all__ = [
     "FixedPoint", "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert",
-    "settle", "theory",
+    "settle",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name != "theory":  # it needs NumPy and SciPy, which the rest does not
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(".theory", __name__)

@@ -1,11 +1,11 @@
-"""Packages that only parts of the library need: imported when they are used, with an error that says what to install.
+"""Optional packages: imported when they are used, with an error that says what to install.
 
     torchvision = require("torchvision")
 
-torchvision's compiled part wants CUDA libraries that a CPU build of PyTorch does not bring; without it, the package refuses
-to import over two box operators that no residual network uses. `require` then declares these operators without a body and
-imports it again: models and transforms work, box operators and `torchvision.io` do not. A torchvision that imports is left
-as it is. timm, lightning and torchmetrics import torchvision themselves, so the same is done before them.
+The compiled part of torchvision may need CUDA libraries that a CPU build of PyTorch does not have. Without that part torchvision
+fails to import, because of two box operators that no residual network uses. `require` then declares these operators without a
+body and imports torchvision again: models and transforms work, box operators and `torchvision.io` do not. A torchvision that
+imports is not changed. timm, lightning and others import torchvision themselves, so `require` imports it before them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ import torch
 
 EXTRAS = {
     "torchvision": "vision", "timm": "vision", "PIL": "vision", "transformers": "hf", "safetensors": "hf",
-    "torchdiffeq": "ode", "scipy": "theory", "triton": "kernels", "matplotlib": "experiments", "rich": "experiments",
-    "typer": "experiments", "sklearn": "experiments", "tensorboard": "experiments", "lightning": "train",
-    "accelerate": "train", "peft": "train",
+    "torchdiffeq": "ode", "scipy": "theory", "triton": "kernels", "matplotlib": "cli", "rich": "cli", "typer": "cli",
+    "sklearn": "cli", "lightning": "train", "accelerate": "train", "peft": "train",
 }  # fmt: skip
 _ON_TORCHVISION = {"timm", "lightning", "peft", "torchmetrics", "transformers"}
 _declared: list[torch.library.Library] = []
 
 
 def require(name: str) -> ModuleType:
-    """Import a package, or say which extra brings it.
+    """Import a package. Raises ModuleNotFoundError, with the extra to install, if it is missing.
 
     >>> require("math").pi > 3
     True
@@ -52,5 +51,5 @@ def require(name: str) -> ModuleType:
         library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)  # the declarations go when it goes
+        _declared.append(library)  # the declarations live as long as this object
         return import_module(name)

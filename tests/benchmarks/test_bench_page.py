@@ -3,14 +3,15 @@
 import gc
 import math
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from torch import nn
 
 import retrograde as rg
 from retrograde_bench import bits, page, record
-from retrograde_bench.methods import methods
+from retrograde_bench.cases import cases
+from retrograde_bench.methods import baselines
 from retrograde_bench.record import Row
 from retrograde_bench.show import aligned, lines
 
@@ -25,22 +26,34 @@ def little_garbage() -> Iterator[None]:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert page.update() == page.PAGE.read_text(encoding="utf-8"), "python benchmarks/step.py page"
+    assert page.update() == page.PAGE.read_text(encoding="utf-8"), "retrograde bench page"
 
 
-def test_results_come_from_the_newest_file(tmp_path: Path) -> None:
-    row = Row("L", "L96", "checkpoint", "ok", median=100.0, peak=10**9, date="2026-01-01")
-    record.write(tmp_path / "step_old.csv", [row])
-    ours = Row("L", "L96", "ours-reverse", "ok", median=150.0, peak=25 * 10**7, gradients="equal", date="2026-02-01")
-    record.write(tmp_path / "step_new.csv", [row, ours])
-    text = page.sections(page.newest(tmp_path))["results"]
-    assert "step_new.csv" in text
-    assert "| ours-reverse | 150.0 | ––– | 1.500 | 250.0 MB | 0.250 |" in text
+def test_the_page_has_the_last_measurement_of_every_method() -> None:
+    base = Row(
+        case="transformer-L96-fp32", title="L96", method="checkpoint", median=100.0, peak=10**9, date="2026-01-01"
+    )
+    ours = replace(base, method="ours[memory=reverse]", median=150.0, peak=25 * 10**7, gradients="equal")
+    again = replace(ours, median=140.0, time_ratio=1.4, memory_ratio=0.25, date="2026-02-01", commit="abc1234")
+    gone = replace(ours, method="ours[memory=reverse,every=2]", median=77.0)
+    text = page.sections([base, ours, gone, replace(again, status="raised"), again])["results"]
+    assert "| ours[memory=reverse] | 140.0 | 1.400 | 250.0 MB | 0.250 | equal | abc1234 |" in text
+    assert "77.0" not in text  # there is no such method any more
+    assert text.index("| checkpoint |") < text.index("| ours[memory=reverse] |")
 
 
-def test_every_method_is_explained() -> None:
+def test_every_row_of_the_table_that_can_be_measured_again_is_of_a_case_that_there_is() -> None:
+    rows = record.read(record.TABLE)
+    names = {case.name for case in cases("smoke")}
+    assert len(rows) > 300
+    assert {row.case for row in rows if not row.predicted} <= names
+    assert all(row.command and row.date and row.versions for row in rows)
+
+
+def test_every_baseline_is_explained() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    for method in methods():
+    assert len(baselines()) == 12
+    for method in baselines():
         assert f"| `{method.name}` | {method.about} |" in text
 
 
@@ -59,17 +72,35 @@ def test_held_bytes_are_those_of_the_state_and_near_the_ideal(gamma: float, dept
 
 
 def test_columns_are_aligned_and_messages_stand_across() -> None:
+    blank = Row(
+        case="c",
+        title="C",
+        method="checkpoint",
+        median=10.0,
+        time_ratio=1.0,
+        peak=2000,
+        memory_ratio=1.0,
+        activations=100,
+    )
     rows = [
-        Row(
-            "c", "C", "checkpoint", "ok", median=10.0, lower=9.0, upper=11.0, peak=2000, uncached=2000, activations=100
+        blank,
+        replace(
+            blank,
+            method="ours[memory=auto]",
+            median=9.0,
+            time_ratio=0.9,
+            peak=500,
+            memory_ratio=0.25,
+            lower=8.0,
+            upper=10.0,
         ),
-        Row("c", "C", "ours-auto", "ok", median=9.0, lower=8.0, upper=10.0, peak=500, uncached=500, activations=100),
-        Row("c", "C", "memcnn", "raised", note="TypeError: something long that must not widen a column of figures"),
-        Row("c", "C", "ours-budget-50", "ok", median=9.5, lower=9.0, upper=10.0, peak=900, budget=800, activations=100),
+        Row(method="memcnn", status="raised", note="TypeError: something long that must not widen a column of figures"),
+        replace(blank, method="ours[memory=0.5*plain]", peak=900, budget=800),
     ]
     text = aligned("C", rows).splitlines()
     assert text[2].index("10.0") == text[3].index(" 9.0")
     assert text[4].endswith("of figures")
-    assert lines(rows)[1][3:6] == ["0.900", "500 B", "0.250"]
-    assert lines(rows)[1][8] == "5.00"
-    assert "OVER" in lines(rows)[3][0]
+    header, _, ours, _, budget = lines(rows)
+    assert header == ["method", "step, ms", "quartiles", "× time", "peak", "× memory", "B / el. / layer"]
+    assert ours[2:] == ["8.0 to 10.0", "0.900", "500 B", "0.250", "5.00"]
+    assert "OVER" in budget[0]

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import retrograde as rg
-import retrograde_bench.methods as methods_module
-from retrograde_bench import commands, record
+import retrograde_bench.runner as runner
+from command_line import app
+from retrograde_bench import record, resident
 from retrograde_bench.cases import Case, cases
-from retrograde_bench.methods import Method, Setup, choose, methods
+from retrograde_bench.methods import Method, Setup, choose, method, standard
+from retrograde_bench.notation import Ours, described, parsed
 from retrograde_bench.record import Row
 from retrograde_bench.runner import Options, run_case
-from retrograde_bench.step import Agreement, largest_batch, peak, training_step, zero_gradients
+from retrograde_bench.step import Agreement, largest_batch, memory, training_step, zero_gradients
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,16 +33,8 @@ def little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-EAGER = (
-    "plain",
-    "checkpoint",
-    "checkpoint-sqrt",
-    "selective",
-    "ours-reverse",
-    "ours-checkpoint",
-    "ours-store",
-    "ours-auto",
-)
+MODES = tuple(f"ours[memory={mode}]" for mode in ("reverse", "checkpoint", "store", "auto"))
+EAGER = ("plain", "checkpoint", "checkpoint-to-end", "checkpoint-sqrt", "selective", *MODES)
 
 
 def quiet(text: str) -> None:
@@ -54,10 +49,6 @@ def prepared(name: str) -> tuple[Case, Setup, Tensor]:
     return case, setup, x
 
 
-def method(name: str) -> Method:
-    return next(m for m in methods() if m.name == name)
-
-
 def gradients(name: str, setup: Setup, x: Tensor) -> list[Tensor]:
     m = method(name)
     zero_gradients(setup, x)
@@ -70,8 +61,13 @@ def gradients(name: str, setup: Setup, x: Tensor) -> list[Tensor]:
     ("name", "names"),
     [
         ("transformer-L24-bf16", EAGER),
-        ("resnet152-64-fp32", ("plain", "checkpoint", "ours-auto", "ours-relu-reverse", "ours-relu-auto")),
-        ("resnet1202-128-fp32", ("plain", "checkpoint", "ours-reverse")),
+        (
+            "resnet152-64-fp32",
+            ("plain", "checkpoint", *MODES[3:], "ours[memory=auto,form=relu]", "ours[memory=auto,by=convert]"),
+        ),
+        ("conv-16", ("plain", "checkpoint", "ours[memory=reverse,form=branch]")),
+        ("mlp-50", ("plain", "checkpoint", "ours[memory=reverse,form=branch]")),
+        ("resnet1202-128-fp32", ("plain", "checkpoint", "ours[memory=reverse]")),
     ],
 )
 def test_every_eager_method_is_measured(name: str, names: tuple[str, ...]) -> None:
@@ -86,6 +82,10 @@ def test_every_eager_method_is_measured(name: str, names: tuple[str, ...]) -> No
         assert row.best is not None
         assert row.best <= row.lower <= row.median
         assert row.peak
+        assert row.held is not None
+        assert 0 < row.held < row.peak
+        assert row.time_ratio == row.median / rows["checkpoint"].median  # type: ignore[operator]
+        assert row.memory_ratio == row.peak / rows["checkpoint"].peak  # type: ignore[operator]
         assert row.gradients == ("equal" if row.method.startswith("ours") else "")
     stored, again = rows["plain"].peak, rows["checkpoint"].peak
     assert stored is not None
@@ -135,7 +135,7 @@ def test_a_budget_of_activations_saves_memory() -> None:
     for m, fresh in ((budget, setup), (free, dataclasses.replace(setup, functions={}))):
         step = training_step(m, m.build(fresh), x, fresh.case)
         step()
-        peaks.append(peak(step, torch.device("cpu")))
+        peaks.append(memory(step, torch.device("cpu")).peak)
     assert peaks[0] < 0.9 * peaks[1]
 
 
@@ -152,7 +152,7 @@ def failing(error: Exception) -> Method:
 )
 def test_a_failure_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [failing(error), method("plain")]
-    monkeypatch.setattr(methods_module, "methods", lambda: kept)
+    monkeypatch.setattr(runner, "choose", lambda *given: kept)
     rows = list(run_case(cases("smoke", ["L24"])[0], Options(repeats=1, warmup=0), quiet))
     assert [(row.method, row.status) for row in rows] == [("failing", status), ("plain", "ok")]
 
@@ -169,7 +169,7 @@ def test_a_failure_in_the_rounds_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
                 raise RuntimeError("worn out")
             return x * 1.0
 
-    monkeypatch.setattr(methods_module, "methods", lambda: [Method("weak", "", lambda setup: Weak()), method("plain")])
+    monkeypatch.setattr(runner, "choose", lambda *given: [Method("weak", "", lambda setup: Weak()), method("plain")])
     rows = {r.method: r for r in run_case(cases("smoke", ["L24"])[0], Options(repeats=2, warmup=1), quiet)}
     assert rows["weak"].status == "raised"
     assert "worn out" in rows["weak"].note
@@ -195,8 +195,8 @@ def test_packages_that_are_missing_are_not_run(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 def test_cuda_graphs_are_asked_for_by_name_and_need_cuda() -> None:
     case = cases("smoke", ["L24"])[0]
-    assert not any(m.graphed for m in choose(case, ["*"]))
-    rows = list(run_case(case, Options(("graph-plain",), repeats=1, warmup=0), quiet))
+    assert not any(m.graphed for m in choose(case))
+    rows = list(run_case(case, Options(("plain[step=graph]",), repeats=1, warmup=0), quiet))
     assert [(row.status, row.note) for row in rows] == [("not run", "CUDA graphs need a CUDA device")]
 
 
@@ -218,7 +218,7 @@ def test_gradients_that_differ_are_seen() -> None:
     case, setup, x = prepared("transformer-L96-fp32")
     stage = setup.network.stages[0]
     stage.blocks[1] = Restless(stage.blocks[1])  # type: ignore[index, operator]
-    m = method("ours-reverse")
+    m = method("ours[memory=reverse]")
     with pytest.MonkeyPatch.context() as patch:  # by default the network itself would raise
         patch.setattr(rg, "MomentumNet", partial(rg.MomentumNet, verify="off"))
         assert Agreement(x).check(m, setup, m.build(setup)).startswith("differs in")
@@ -227,7 +227,7 @@ def test_gradients_that_differ_are_seen() -> None:
 
 def test_a_twin_that_does_not_fit_is_stood_in_for() -> None:
     _, setup, x = prepared("transformer-L96-fp32")
-    m = method("ours-reverse")
+    m = method("ours[memory=reverse]")
     whole = m.twin
     assert whole is not None
 
@@ -249,29 +249,61 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
         step = training_step(m, m.build(setup), x, case)
         step()
         held = 2 * sum(p.nbytes for p in setup.network.parameters()) + 2 * x.nbytes
-        return held + peak(step, torch.device("cpu"))
+        return held + memory(step, torch.device("cpu")).peak
 
     best = largest_batch(m, setup, limit)
     assert total(best) <= limit < total(best + max(2, best // 10))
 
 
-def test_a_run_is_written_as_it_goes_and_reported_from_its_csv(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = ["--cases", "16k", "L96-fp32", "--methods", "plain", "checkpoint", "ours-reverse"]
-    arguments = ["run", "--size", "smoke", *chosen, "--repeats", "1"]
-    commands.main([*arguments, "--device", "cpu", "--out", str(tmp_path)])
-    told = capsys.readouterr().out
-    assert "ours-reverse" in told
-    rows = record.read([tmp_path / "step.csv"])
-    assert len(rows) == 6
-    assert str(tmp_path) not in (tmp_path / "step.md").read_text()
-    commands.main(["report", str(tmp_path / "step.csv"), "--out", str(tmp_path / "kept"), "--name", "step_here"])
-    assert record.read([tmp_path / "kept" / "step_here.csv"]) == sorted(rows, key=lambda r: "16k" in r.case)
-    text = (tmp_path / "kept" / "step_here.md").read_text()
-    for needed in ("hardware:", "versions: torch", "command: `python benchmarks/step.py", "| ours-reverse |", "equal"):
-        assert needed in text
-    assert (tmp_path / "kept" / "step_here.png").stat().st_size > 10_000
+def test_a_run_adds_rows_to_a_table_and_says_how_it_goes(tmp_path: Path) -> None:
+    table, figure = tmp_path / "table.csv", tmp_path / "figure.png"
+    chosen = ["--cases", "16k", "--cases", "L96-fp32", "--methods", "plain,checkpoint,ours[memory=reverse,form=branch]"]
+    arguments = ["bench", *chosen, "--repeats", "1", "--device", "cpu", "--out", str(table)]
+    told = CliRunner().invoke(app, arguments).output
+    assert "case 2 of 2" in told
+    assert "round 1 of 1" in told
+    assert "ours[memory=reverse,form=branch]" in told
+    first = record.read(table)
+    assert len(first) == 6
+    assert {row.status for row in first} == {"ok"}
+    told = CliRunner().invoke(app, [*arguments, "--figure", str(figure)]).output
+    assert "6 rows added" in told
+    assert record.read(table)[:6] == first  # rows are added, never changed
+    assert len(record.read(table)) == 12
+    assert len(record.latest(record.read(table))) == 6
+    assert figure.stat().st_size > 10_000
+    for row in first:
+        assert row.versions.startswith("torch ")
+        assert row.host
+        assert str(tmp_path) not in row.command
+
+
+def test_wrong_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(
+        app, ["bench", "--methods", "plain,ours[memory=revers]", "--out", str(tmp_path / "t.csv")]
+    )
+    assert refused.exit_code == 1
+    assert "memory must be one of reverse, checkpoint, store, auto or a share" in str(refused.exception)
+    assert not (tmp_path / "t.csv").exists()
+
+
+def test_resident_memory_is_that_of_a_fresh_process() -> None:
+    assert resident.growth("mlp-400", "smoke", "plain", 0.9) >= 0
+    with pytest.raises(RuntimeError, match="no method is called 'plainly'"):
+        resident.growth("mlp-400", "smoke", "plainly", 0.9)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts as Linux does")
+def test_resident_memory_counts_what_was_let_go_again() -> None:
+    start = resident.resident(reset=True)
+    torch.ones(40_000_000).sum()
+    assert resident.resident(peak=True) - start > 150e6
+
+
+def test_deep_cases_are_not_timed() -> None:
+    case = dataclasses.replace(cases("smoke", ["mlp-400"])[0], options=("untimed",))
+    rows = list(run_case(case, Options(("plain", "checkpoint"), repeats=1, warmup=0), quiet))
+    assert [(row.median, row.memory_ratio) for row in rows] == [(None, rows[0].peak / rows[1].peak), (None, 1.0)]  # type: ignore[operator]
 
 
 def test_nothing_new_is_begun_out_of_time() -> None:
@@ -283,16 +315,65 @@ def test_wrong_names_are_answered_with_the_right_ones() -> None:
     with pytest.raises(ValueError, match=r"no case is called 'L25'. There are: transformer-L24"):
         cases("smoke", ["L25"])
     with pytest.raises(ValueError, match=r"no method is called 'chekpoint'. There are: plain, checkpoint"):
-        choose(cases("smoke", ["L24"])[0], ["chekpoint"])
-    with pytest.raises(ValueError, match="size must be one of smoke, full; got 'huge'"):
+        method("chekpoint")
+    with pytest.raises(ValueError, match=r"ours has no option 'state'. There are: memory, form, fixed_point"):
+        method("ours[state=16]")
+    with pytest.raises(ValueError, match="form must be one of block, branch, relu; got 'tanh'"):
+        method("ours[form=tanh]")
+    with pytest.raises(ValueError, match="a method is a name"):
+        method("ours[memory]")
+    with pytest.raises(ValueError, match="plain has one option, step=graph"):
+        method("plain[form=relu]")
+    with pytest.raises(ValueError, match="size must be one of smoke, cpu, full; got 'huge'"):
         cases("huge")
 
 
-def test_names_choose_exactly_patterns_widely() -> None:
-    case = cases("smoke", ["L24"])[0]
-    assert [m.name for m in choose(case, ["checkpoint"])] == ["checkpoint"]
-    assert len(choose(case, ["ours-budget-*"])) == len(methods_module.SWEEP)
-    assert not any("compile" in m.name for m in choose(case, ["*"], ["*compile*"]))
+@pytest.mark.parametrize(
+    "written",
+    [
+        "ours[memory=reverse]",
+        "ours[memory=0.6*checkpoint,form=branch,fixed_point=int16,verify=off]",
+        "checkpoint[step=graph]",
+    ],
+)
+def test_a_method_is_called_what_is_written(written: str) -> None:
+    assert method(written).name == written
+
+
+def test_a_description_means_the_network() -> None:
+    _, setup, _ = prepared("resnet152-64-bf16")
+    found = method("ours[memory=checkpoint,form=relu,fixed_point=int16,verify=off,gamma=0.5]").build(setup)
+    nets = [part for part in found.modules() if isinstance(part, rg.MomentumNet)]
+    assert len(nets) == len(setup.network.stages)
+    for net in nets:
+        assert (net.memory, net.form, net.verify, float(net.gamma)) == ("checkpoint", "relu", "off", 0.5)
+    assert described(parsed("ours[form=relu,memory=auto]")[1]) == Ours(form="relu")
+    assert method("ours[memory=0.5*plain]").share == (0.5, "plain")
+
+
+def test_a_budget_is_a_share_of_what_was_measured() -> None:
+    case = cases("smoke", ["resnet1202-128"])[0]
+    names = ("checkpoint", "ours[memory=1.5*checkpoint,by=convert]")
+    rows = {row.method: row for row in run_case(case, Options(names, repeats=1, warmup=0), quiet)}
+    ours = rows[names[1]]
+    assert ours.status == "ok", ours.note
+    assert ours.budget == int(1.5 * rows["checkpoint"].peak)  # type: ignore[operator]
+    assert ours.peak <= ours.budget  # type: ignore[operator]
+    alone = next(run_case(case, Options(names[1:], repeats=1, warmup=0), quiet))
+    assert (alone.status, "add the method 'checkpoint'" in alone.note) == ("raised", True)
+
+
+def test_methods_that_are_not_for_a_case_are_left_out() -> None:
+    tokens, images = cases("smoke", ["L24"])[0], cases("smoke", ["resnet152-64-fp32"])[0]
+    written = ["plain", "ours[form=branch]", "ours[form=relu]", "ours[fixed_point=int16]"]
+    assert [m.name for m in choose(tokens, written)] == [
+        "plain",
+        "ours[memory=auto,form=branch]",
+        "ours[memory=auto,fixed_point=int16]",
+    ]
+    assert [m.name for m in choose(images, written)] == ["plain", "ours[memory=auto,form=relu]"]
+    assert not any("compile" in m.name for m in choose(tokens, (), ["compile"]))
+    assert set(MODES) <= set(standard(images))
 
 
 def test_full_cases_are_those_asked_for() -> None:
@@ -310,13 +391,17 @@ def test_full_cases_are_those_asked_for() -> None:
     assert images.activations == sum(k * 256 * 2**i * (56 >> i) ** 2 for i, k in enumerate((2, 7, 35, 2)))
 
 
-def test_rows_survive_the_csv(tmp_path: Path) -> None:
+def test_rows_survive_the_table(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    first = Row("a", "A, 1", "plain", "ok", median=1.25, peak=3, note='says "no", twice')
-    record.append(path, first)
-    record.append(path, Row("a", "A, 1", "memcnn", "not run"))
-    record.append(path, dataclasses.replace(first, median=2.5))
-    assert record.read([path]) == [dataclasses.replace(first, median=2.5), Row("a", "A, 1", "memcnn", "not run")]
+    first = Row(case="a", title="A, 1", method="plain", median=1.25, peak=3, note='says "no", twice')
+    record.append(path, [first])
+    record.append(path, [Row(case="a", method="memcnn", status="not run"), dataclasses.replace(first, median=2.5)])
+    assert record.read(path) == [
+        first,
+        Row(case="a", method="memcnn", status="not run"),
+        dataclasses.replace(first, median=2.5),
+    ]
     (tmp_path / "other.csv").write_text("x,y\n1,2\n")
-    with pytest.raises(ValueError, match="does not hold results of this benchmark"):
-        record.read([tmp_path / "other.csv"])
+    for wrong in (record.read, lambda path: record.append(path, [first])):
+        with pytest.raises(ValueError, match="is no table of this benchmark"):
+            wrong(tmp_path / "other.csv")

@@ -1,7 +1,6 @@
 """`retrograde demo`: it runs, shows measured figures, and refuses what makes no sense."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from retrograde import cli
 from retrograde.cli import demo
 from retrograde.cli.app import app
 
@@ -90,9 +88,7 @@ def test_the_seed_fixes_the_weights() -> None:
 
 
 def test_training_and_test_images_are_apart() -> None:
-    from retrograde.cli.digits import load_digits
-
-    data = load_digits(0)
+    data = demo.load_digits(0)
     assert (len(data.train_x), len(data.test_x)) == (1438, 359)
     assert data.train_x.shape[1:] == (1, 8, 8)
     assert float(data.train_x.max()) == 1
@@ -107,15 +103,10 @@ def test_depth_and_epochs_below_one_are_refused(option: str) -> None:
         demo.Setting(**{option[2:]: 0})
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("rich", "typer") else object())
-    with pytest.raises(SystemExit, match=r"(?s)needs rich, typer.*pip install \"retrograde\[experiments\]\""):
-        cli.main()
-
-
-def test_importing_the_library_and_the_entry_point_imports_none_of_the_extra() -> None:
-    code = (
-        "import sys, retrograde.cli; print([m for m in ('typer', 'rich', 'matplotlib', 'sklearn') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_a_package_that_is_used_after_training_is_missed_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = run()
+    assert result.exit_code == 1
+    (line,) = result.output.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert 'needs matplotlib, not found here: pip install "retrograde[cli]"' in line

@@ -73,3 +73,10 @@ def test_a_batch_of_two_is_planned_at_two() -> None:
 def test_near_names_are_named_once() -> None:
     shown = CliRunner().invoke(app, ["plan", "resnet5"])
     assert shown.output.count("resnet50,") == 1
+
+
+@pytest.mark.parametrize("option", [["--amp", "fp8"], ["--optimizer", "lion"], ["--budget", "24 sheep"]])
+def test_wrong_options_are_named(option: list[str]) -> None:
+    shown = CliRunner().invoke(app, ["plan", "resnet18", *option])
+    assert shown.exit_code == 1
+    assert repr(option[1]) in shown.output

@@ -13,7 +13,7 @@ from conversion import anatomy, step
 import retrograde as rg
 from problems import assert_same_bits
 from retrograde.convert.find import find
-from retrograde.convert.probe import _all, record
+from retrograde.convert.probe import every, record
 
 # the warnings of the libraries themselves
 pytestmark = [
@@ -64,7 +64,7 @@ def test_what_adapters_say_holds_in_a_trial(name: str) -> None:
     model = architecture.make()
     finding = find(model)
     assert len(finding.blocks) >= architecture.least
-    calls = {node.path: node for node in _all(record(model, architecture.example))}
+    calls = {node.path: node for node in every(record(model, architecture.example))}
     for run in finding.runs:
         assert [calls[path].form for path in run.blocks] == ["block"] * len(run.blocks)
         assert all(calls[b].follows(calls[a]) for a, b in pairwise(run.blocks))

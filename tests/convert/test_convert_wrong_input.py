@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,6 +42,28 @@ class Half(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.linear(x)
         return y[..., :4] if self.halves else y
+
+
+class Adds(nn.Module):
+    """Adds what its layers return, multiplied."""
+
+    def __init__(self, add: Callable[[Tensor, Tensor], Tensor], layers: int = 3) -> None:
+        super().__init__()
+        self.layers, self.add = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers)), add
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.add(x, layer(x))
+        return x
+
+
+SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "s·f": lambda x, f: x + 0.5 * f,
+    "f·s + x": lambda x, f: f * torch.full((8,), 0.5) + x,
+    "f / s": lambda x, f: x + f / 2,
+    "alpha": lambda x, f: torch.add(x, f, alpha=0.5),
+    "alpha in place": lambda x, f: x.clone().add_(f, alpha=0.5),
+}
 
 
 def resnet() -> Any:
@@ -87,6 +110,22 @@ def test_refused_and_untouched(name: str) -> None:
     with pytest.raises(error, match=f"(?s){says}"):
         rg.convert(model, **options)
     assert before is None or anatomy(model) == before
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_branches_that_the_model_scales_are_not_found_and_refused_by_name(name: str) -> None:
+    """A step adds f(x) as it is. One layer alone is refused, too."""
+    model = Adds(SCALED[name])
+    with pytest.raises(ValueError, match="no run of 2 or more"):
+        rg.convert(model, X)
+    if name == "alpha in place":  # autograd does not see that x and its clone are one
+        return
+    for stages in (["layers"], ["layers.1"]):
+        for form in (None, "branch"):
+            with pytest.raises(ValueError, match=r"x \+ s·f\(x\). Multiply inside of the block"):
+                rg.convert(model, X, stages=stages, form=form)
+    assert type(model.layers[0]) is nn.Linear
+    assert len(stages_of(rg.convert(Adds(torch.add), X))) == 1
 
 
 def test_already_converted() -> None:

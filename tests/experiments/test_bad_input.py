@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from retrograde.cli.app import app
+from command_line import app
 from retrograde_experiments import metrics as store
 from retrograde_experiments import table1
 from retrograde_experiments.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from retrograde.cli.app import app
+from command_line import app
 from retrograde_experiments import table1
 from retrograde_experiments.metrics import CONFIG, METRICS, named
 from retrograde_experiments.progress import Quiet

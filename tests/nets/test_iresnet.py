@@ -7,8 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from retrograde.nets.iresnet import IResNet, invert, needed
-from retrograde.nets.spectral import BoundedConv2d, BoundedLinear, certified_norm, symbol_norm
+from retrograde.nets.iresnet import (
+    BoundedConv2d,
+    BoundedLinear,
+    IResNet,
+    certified_norm,
+    invert,
+    needed,
+    symbol_norm,
+)
 
 
 def convolutional(channels: int = 4, hidden: int = 8) -> nn.Sequential:

@@ -14,8 +14,15 @@ from torch.nn.utils import prune
 
 import retrograde as rg
 from problems import assert_same_bits, train_step
-from retrograde.nets.rectified import RectifiedNet
-from retrograde.nets.resnet import BasicBlock, Bottleneck, MomentumStage, ResNet, momentum_resnet, thin_resnet
+from retrograde.nets.resnet import (
+    BasicBlock,
+    Bottleneck,
+    MomentumStage,
+    RectifiedNet,
+    ResNet,
+    momentum_resnet,
+    thin_resnet,
+)
 from retrograde_experiments.train.learner import compile_blocks, momentum_nets, ranges, set_gamma, set_ranges
 
 MODES = ["store", "checkpoint", "reverse", "auto"]

@@ -10,9 +10,9 @@ from theory_evidence import EPSILONS, KINDS, assemble, check, degradation, draw
 from theory_references import psi_ref, relative_error
 
 from retrograde.theory import lambda_min, psi, represent
-from retrograde.theory.branch import edge_series
+from retrograde.theory.construct import edge_series
 from retrograde.theory.flow import evaluate
-from retrograde.theory.inverse import Inverse
+from retrograde.theory.scalar import Inverse
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=100)
 

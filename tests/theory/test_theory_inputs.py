@@ -1,15 +1,19 @@
-"""Wrong input is refused with what was given, what is allowed and what to do; SciPy is needed only on use."""
+"""Wrong input is refused with what was given, what is allowed and what to do; SciPy is needed only on use; the page runs."""
 
+import doctest
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import retrograde as rg
 import retrograde.theory as theory
 from retrograde.theory import G, is_representable, lambda_min, largest_multiple, linear_flow, obstacles, psi, represent
 
+PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
 OF_A_MATRIX = [psi, linear_flow, is_representable, obstacles, represent, largest_multiple]
 OF_EPS = [lambda_min, lambda eps: G(0.0, eps)]
 
@@ -79,16 +83,22 @@ def test_low_precision_tensors_are_taken():
 
 def test_every_public_name_is_there():
     assert all(callable(getattr(theory, name)) for name in theory.__all__)
-    assert dir(theory) == theory.__all__
+    assert rg.theory is theory
     with pytest.raises(AttributeError, match="nothing"):
-        _ = theory.nothing
+        _ = rg.nothing
 
 
 def test_without_scipy_the_error_says_what_to_install():
     code = (
-        "import sys; sys.modules['scipy'] = None; import retrograde.theory as theory\n"
-        "try: theory.psi\n"
+        "import sys; sys.modules['scipy'] = None; import retrograde as rg\n"
+        "try: rg.theory\n"
         "except ImportError as error: print(error)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 'pip install "retrograde[theory]"' in shown
+
+
+def test_the_page_is_right():
+    result = doctest.testfile(str(PAGE), module_relative=False, encoding="utf-8")
+    assert result.attempted > 30
+    assert result.failed == 0

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from retrograde.cli.app import app
+from command_line import app
 from retrograde_experiments.errors import ExperimentError
+from retrograde_experiments.private import stacks, training_ranges
 from retrograde_experiments.train.checkpoints import Checkpoints, damage
-from retrograde_experiments.train.learner import Learner, momentum_nets, ranges, set_gamma
+from retrograde_experiments.train.learner import Learner, ranges, set_gamma
 from retrograde_experiments.train.logs import read_log
 from retrograde_experiments.train.models import build
 from retrograde_experiments.train.run import main, train
@@ -75,7 +76,7 @@ def broken_off(monkeypatch: pytest.MonkeyPatch, step: int, settings: Setting) ->
         {"gamma": 0.0, "memory": "store", "schedule": "multistep", "milestones": (1,), "nesterov": True},
         {"model": "revnet18", "limit": 32, "batch": 8, "memory": "auto"},
         {"amp": "bf16", "ema": 0.9, "accumulate": 2, "velocity": "first", "channels_last": True, "smoothing": 0.1},
-        {"amp": "bf16", "state_bits": "16"},
+        {"amp": "bf16", "fixed_point": "int16"},
     ],
     ids=["momentum", "plain", "revnet", "amp, ema, accumulation", "16-bit state"],
 )
@@ -93,7 +94,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
 
 def test_the_fixed_point_range_is_part_of_a_checkpoint() -> None:
     net = build("thin-resnet14", classes=10, channels=1, memory="reverse")
-    assert [name for name, _ in momentum_nets(net)] == ["layer1", "layer2", "layer3"]
+    assert [name for name, _ in training_ranges(net)] == ["layer1", "layer2", "layer3"]
     learner = Learner(net, Recipe(epochs=1, batch=4), steps=1)
     learner.step(torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
     kept = learner.state()
@@ -355,7 +356,7 @@ def test_gamma_zero_and_momentum_have_the_same_parameters_by_name() -> None:
     net = build("thin-resnet14", classes=10, gamma=0.9, velocity="first")
     assert all(torch.equal(plain[name], value) for name, value in net.state_dict().items())
     set_gamma(net, 0.5)
-    assert {float(inner.gamma) for _, inner in momentum_nets(net)} == {0.5}
+    assert {float(inner.gamma) for inner in stacks(net)} == {0.5}
 
 
 def test_the_snippet_of_the_page_runs() -> None:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from retrograde.core.fixedpoint import FixedPoint
-from retrograde.nets.momentum import MomentumNet
-from retrograde.settle import settle
-from retrograde.stack.calibrate import holders as momentum_nets
+import retrograde as rg
 
 from ..data.batches import Source
 from ..errors import ExperimentError
+from ..private import captured_by, collect, evaluation_ranges, put_back, stacks, training_ranges, written
+from ..private import set_gamma as set_gamma
 from .graphed import Graphed
 from .parallel import Alone, World
 from .schedule import rate_at
@@ -57,7 +56,7 @@ class Learner:
         )  # fmt: skip
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
         self.average = [p.detach().clone() for p in net.parameters()] if recipe.ema else []
-        self.graphed = Graphed(list(net.parameters()), lambda: _setting(net), recipe.graph)
+        self.graphed = Graphed(list(net.parameters()), lambda: captured_by(net), recipe.graph)
         self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # losses since last asked, and how many
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -76,8 +75,7 @@ class Learner:
         self.window[1] += 1
         self.done += 1
         if self.recipe.graph:  # no pass begins in a replay: look here, as one would, whether the range still fits
-            for _, part in momentum_nets(self.net):
-                part.range.later.collect(x)
+            collect(self.net, x)
         if self.average:
             with torch.no_grad():
                 for average, parameter in zip(self.average, self.net.parameters(), strict=True):
@@ -99,7 +97,7 @@ class Learner:
     def loss(self) -> float:
         """The mean training loss since the last call."""
         if self.recipe.graph:
-            settle(self.net)  # what made it NaN, if it is, rather than that
+            rg.settle(self.net)  # what made it NaN, if it is, rather than that
         total, count = self.world.total(self.window).tolist()
         self.window.zero_()
         return total / count if count else float("nan")
@@ -110,7 +108,7 @@ class Learner:
         self.net.eval()
         self.world.agree(self.net)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        with self._averaged(), own_ranges(self.net):
+        with self._averaged(), evaluation_ranges(self.net):
             for x, y in source.test():
                 x, y = x[self.world.rank :: self.world.size], y[self.world.rank :: self.world.size]
                 with self._autocast():
@@ -144,7 +142,7 @@ class Learner:
             self.scaler.load_state_dict(state["scaler"])
         self.done = state["done"]
         self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
-        set_ranges(self.net, state["ranges"])
+        put_back(training_ranges(self.net), state["ranges"])
         torch.set_rng_state(state["rng"].cpu())
         if self.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.device)
@@ -173,11 +171,6 @@ class Learner:
             parameter.copy_(value)
 
 
-def _setting(net: nn.Module) -> list[Any]:
-    """What a step depends on besides tensors: mode, γ and the fixed-point ranges."""
-    return [net.training, *((getattr(p, "recurrence", None), dict(p.range.fixed)) for _, p in momentum_nets(net))]
-
-
 def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """The parameters, in their order where all decay; else those of more than one dimension first, and the others, which do not."""
     every = list(net.parameters())
@@ -189,55 +182,18 @@ def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
     """The fixed-point ranges in use."""
-    settle(net)  # on an accelerator the last passes may not have been looked at yet
-    kept = {}
-    for name, found in momentum_nets(net):
-        held = found.range
-        kept[name] = [[str(dtype).removeprefix("torch."), f.bits, f.guard] for dtype, f in held.fixed.items()]
-    return kept
-
-
-def set_ranges(net: nn.Module, kept: dict[str, list[list[Any]]]) -> None:
-    """The inverse of `ranges`."""
-    for name, found in momentum_nets(net):
-        dtypes = [(getattr(torch, dtype), bits, guard) for dtype, bits, guard in kept.get(name, [])]
-        found.range.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
-
-
-@contextmanager
-def own_ranges(net: nn.Module) -> Iterator[None]:
-    """Evaluation finds ranges of its own: BatchNorm's statistics lag behind early in training, and with them activations are others."""
-    kept = ranges(net)
-    set_ranges(net, {})
-    for _, found in momentum_nets(net):
-        evaluation = found.range.of(False)
-        evaluation.fixed, evaluation.begun = (
-            {},
-            True,
-        )  # an evaluation does not depend on those before it, nor on training
-    try:
-        yield
-        ranges(net)  # look at the last passes while their ranges are in place
-    finally:
-        set_ranges(net, kept)
+    rg.settle(net)  # on an accelerator the last passes may not have been looked at yet
+    return written(training_ranges(net))
 
 
 def compile_blocks(net: nn.Module) -> None:
     """Compile a network in place: a momentum network block by block, another as a whole."""
-    found = [inner for _, inner in momentum_nets(net)]
+    found = stacks(net)
     for inner in found:
         for block in inner.blocks:
             block.compile()
     if not found:
         net.compile()
-
-
-def set_gamma(net: nn.Module, gamma: float) -> None:
-    """Give all momentum stages another γ, from the next pass on; their range is found anew."""
-    for _, inner in momentum_nets(net):
-        if isinstance(inner, MomentumNet):
-            inner.gamma = gamma
-            inner.range.fixed.clear()
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from retrograde.extras import require
-from retrograde.measure import human
 
 from ..metrics import finite, writing
+from ..private import human
 
 LOG = "log.jsonl"
 

@@ -18,13 +18,14 @@ from retrograde.nets.resnet import resnet, thin_resnet
 from retrograde.nets.revnet import rev_resnet
 
 from ..errors import ExperimentError
+from ..private import momentum_options
 
 VELOCITIES = {"zero": None, "first": "first", "learned": "learned"}
 
 
 def build(
     name: str, *, classes: int, channels: int = 3, size: str = "cifar", gamma: float = 0.9, velocity: str = "zero",
-    memory: str = "auto", verify: str = "auto", overflow: str = "raise", state_bits: int | str = "auto",
+    memory: str = "auto", verify: str = "auto", overflow: str = "raise", fixed_point: str = "auto",
 ) -> nn.Module:  # fmt: skip
     """The network of that name.
 
@@ -34,7 +35,8 @@ def build(
         size: "cifar" or "imagenet".
         gamma: γ; a RevNet has none.
         velocity: v₀: "zero"; "first", f(x₀) of each stage's first block; "learned", of a block of its own.
-        memory, verify, overflow, state_bits: as in `MomentumNet`; a RevNet has no state_bits.
+        memory, verify, overflow: as in `MomentumNet`.
+        fixed_point: "auto" or "int16"; a RevNet has none.
     """
     match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)(?:(?<=\d)x([1-9]\d?))?", name)
     if match is not None and match[3] and match[1] != "thin-resnet":
@@ -45,10 +47,12 @@ def build(
             f"there is no {given}. Networks: resnet101, thin-resnet110, revnet101; velocities: {', '.join(VELOCITIES)}."
         )
     kind, depth = match[1], int(match[2])
-    options: dict[str, Any] = {"memory": memory, "verify": verify, "overflow": overflow}
-    if kind == "revnet" and state_bits != "auto":
-        raise ExperimentError(f"state_bits={state_bits} is for momentum networks; {name} holds its streams in 32 bits.")
-    momentum = {"gamma": gamma, "velocity": VELOCITIES[velocity], "state_bits": state_bits, **options}
+    options: dict[str, Any] = {"overflow": overflow, **momentum_options(memory, fixed_point, verify)}
+    if kind == "revnet" and fixed_point != "auto":
+        raise ExperimentError(
+            f"fixed_point={fixed_point} is for momentum networks; {name} holds its streams in 32 bits."
+        )
+    momentum = {"gamma": gamma, "velocity": VELOCITIES[velocity], **options}
     momentum = {} if gamma == 0 and memory == "store" else momentum
     try:
         if kind == "revnet":

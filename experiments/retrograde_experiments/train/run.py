@@ -64,7 +64,7 @@ def _train(setting: Setting, world: World, shown: bool) -> dict[str, float]:
         setting.model, classes=source.classes, channels=source.channels, size="cifar" if small else "imagenet",
         gamma=setting.gamma, velocity=setting.velocity, memory=setting.memory, verify=setting.verify,
         overflow="nan" if setting.amp == "fp16" else "raise",
-        state_bits=int(setting.state_bits) if setting.state_bits.isdigit() else setting.state_bits,
+        fixed_point=setting.fixed_point,
     ).to(world.device)  # fmt: skip
     learner = Learner(net, setting, source.steps, world)
     folder = Path(setting.out)

@@ -78,8 +78,8 @@ class Setting(Recipe):
         "zero", "v₀: 0, or f(x₀) of each stage's first block, or of a block of its own", "zero", "first", "learned"
     )
     memory: str = _option("auto", "how activations are remembered", "reverse", "checkpoint", "store", "auto")
-    state_bits: str = _option("auto", "width of the integers that hold x and v; 16 is for --amp", "auto", "16")
-    verify: str = _option("auto", "check that backward rewound the network", "auto", "off", "end", "blocks")
+    fixed_point: str = _option("auto", "the integers that hold x and v; int16 is for --amp", "auto", "int16")
+    verify: str = _option("auto", "check that backward rewound the network", "auto", "strict", "off")
     seed: int = _option(0, "of the weights, the order of the images and what is done to them")
     limit: int | None = _option(None, "use the first so many training images only")
     image_size: int = _option(224, "pixels, for folders of images")
@@ -96,7 +96,7 @@ class Setting(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.graph and self.verify in ("end", "blocks"):
+        if self.graph and self.verify == "strict":
             raise ValueError(
                 f"graph cannot wait for the checks of verify={self.verify}: leave one of them out, or use verify=auto."
             )

@@ -47,9 +47,7 @@ def increment(
     if form == 2:
         f = torch.relu((x0 + f).to(y.dtype).to(f.dtype))
         if mask is not None:
-            bits = torch.empty_like(x, dtype=torch.uint8).copy_(~(f <= 0)).as_strided((x.numel(),), (1,))
-            eights = torch.nn.functional.pad(bits, (0, -x.numel() % 8)).view(-1, 8)
-            mask.copy_((eights << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1))
+            mask.copy_(packed(~(f <= 0), x))
     return torch.round((f - x0 if form else f) * scale)
 
 
@@ -169,6 +167,13 @@ def carried(
 def scaled(h: Tensor, e: float, e1: float, passed: Tensor | None) -> Tensor:
     """e·h; e1·h where a relu passed its input."""
     return h * e if passed is None else torch.where(passed, h * e1, h * e)
+
+
+def packed(passed: Tensor, like: Tensor) -> Tensor:
+    """Booleans as bits, in the order of the memory of `like`: element 8b + j is bit j of byte b."""
+    bits = torch.empty_like(like, dtype=torch.uint8).copy_(passed).as_strided((like.numel(),), (1,))
+    eights = torch.nn.functional.pad(bits, (0, -like.numel() % 8)).view(-1, 8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=like.device)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(mask: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:

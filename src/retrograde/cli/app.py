@@ -1,24 +1,67 @@
-"""The commands and their options."""
+"""The commands and their options.
+
+`demo` and `plan` are here. Another distribution adds a command by an entry point in the group `retrograde.commands`: a function
+that is called with the typer app and registers the command on it. `retrograde-experiments` adds `train`, `reproduce`, `report`
+and `bench`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
 
 from . import demo as demonstration
 from . import show
 
+ELSEWHERE = ("train", "reproduce", "report", "bench")
+INSTALL = "pip install retrograde-experiments (from a checkout: pip install ./experiments)"
+
+
+class _Commands(TyperGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name. Exits, and says what to install, if another distribution has it."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in ELSEWHERE:
+            raise SystemExit(f"retrograde {cmd_name} comes with the experiments, which are not installed: {INSTALL}")
+        return found
+
+
 app = typer.Typer(
-    help="Train residual networks without storing their activations.", no_args_is_help=True, add_completion=False
-)
+    cls=_Commands, help="Train residual networks without storing their activations.", no_args_is_help=True, add_completion=False,
+    epilog=f"{', '.join(ELSEWHERE)} come with the experiments: {INSTALL}",
+)  # fmt: skip
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(metadata.version("retrograde"))
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
-    """Makes typer ask for a command by name, with one command as with several."""
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of `retrograde` itself."""
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -27,13 +70,15 @@ def demo(
     depth: Annotated[int, typer.Option(min=1, help="residual blocks")] = demonstration.Setting.depth,
     out: Annotated[Path, typer.Option(help="folder for the figure")] = Path("out"),
     seed: Annotated[int, typer.Option(min=0, help="of the initial weights, the split and the batches")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="a look in seconds: few steps of a small network")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a few steps of a small network, in seconds")] = False,
 ) -> None:
     """Train one residual network three ways on real digits, and compare accuracy, memory and time."""
     setting = demonstration.Setting(epochs=epochs, depth=depth, seed=seed)
     if quick:
         setting = demonstration.quick(setting)
     console = Console()
+    with _errors_in_one_line():
+        demonstration.check_packages()
     console.print(show.opening(setting))
     with show.Progress(console) as progress:
         outcome = demonstration.run(setting, progress)
@@ -57,68 +102,9 @@ def plan(
     """Show what would be converted in a model, and the memory of a training step each way, predicted."""
     from . import plan as planning
 
-    for name, value, allowed in (("amp", amp, planning.AMP), ("optimizer", optimizer, planning.OPTIMIZERS)):
-        if value not in allowed:
-            raise typer.BadParameter(
-                f"must be one of {', '.join(filter(None, allowed))}; got {value!r}.", param_hint=f"--{name}"
-            )
-    try:
+    with _errors_in_one_line():
         planning.main(model, batch, size, gamma, budget, amp, optimizer, stages or [])
-    except (ValueError, TypeError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {error}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
 
 
-@app.command()
-def reproduce(
-    name: Annotated[str, typer.Argument(help="of the experiment; see --list")] = "",
-    preset: Annotated[str, typer.Option(help="smoke (seconds), default (minutes) or paper (the paper's setting)")] = "default",
-    out: Annotated[Path | None, typer.Option(help="folder of the run  [default: out/results/PRESET/NAME]")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="a setting to change, as key=value; may be repeated")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
-    show_list: Annotated[bool, typer.Option("--list", help="name the experiments")] = False,
-) -> None:  # fmt: skip
-    """Run one figure or table of the paper, or go on with it, and draw it from its metrics."""
-    from . import reproduce as reproduction
-
-    reproduction.main(name, preset, out, changes or [], device, show_list)
-
-
-@app.command()
-def report(
-    out: Annotated[Path, typer.Option(help="the page; a Markdown one of the same name is written beside it")] = Path("report.html"),
-    results: Annotated[Path | None, typer.Option(help="folder with a run per experiment  [default: the repository's]")] = None,
-) -> None:  # fmt: skip
-    """Write one page with every experiment: the paper's number, ours, setting, figure, command, date and hardware."""
-    from . import report as reporting
-
-    reporting.main(out, results)
-
-
-@app.command()
-def bench(
-    cases: Annotated[list[str] | None, typer.Option(help="a case, or a pattern; may be repeated  [default: all]")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="a method, or a pattern; may be repeated  [default: all]")] = None,
-    without: Annotated[list[str] | None, typer.Option(help="a method, or a pattern, to leave out; may be repeated")] = None,
-    size: Annotated[str, typer.Option(help="smoke (seconds a case, on a CPU) or full (a GPU)")] = "smoke",
-    out: Annotated[Path, typer.Option(help="folder for CSV, Markdown and figure")] = Path("out/bench"),
-    repeats: Annotated[int | None, typer.Option(min=1, help="rounds that count  [default: 2 or 7, by size]")] = None,
-    peers: Annotated[Path | None, typer.Option(help="folder with momentumnet, revlib, memcnn")] = None,
-    largest: Annotated[float | None, typer.Option(help="GB of memory to look for the largest batch in")] = None,
-    minutes: Annotated[float | None, typer.Option(help="begin nothing new after so long")] = None,
-) -> None:  # fmt: skip
-    """Time and memory of training steps against plain autograd, checkpointing, the compiler and other packages."""
-    from . import bench as benchmark
-
-    written = benchmark.run(
-        cases or ["*"], methods or ["*"], without or [], size, out, repeats, peers, largest, minutes
-    )
-    Console().print("written: " + ", ".join(map(str, written)), soft_wrap=True, highlight=False)
-
-
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def train(context: typer.Context) -> None:
-    """Train a residual network on images, plain or with momentum; the same command goes on with an interrupted run."""
-    from . import train as trainer
-
-    trainer.main(context.args)
+for _command in metadata.entry_points(group="retrograde.commands"):
+    _command.load()(app)

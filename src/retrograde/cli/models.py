@@ -5,7 +5,7 @@
     gpt2, llama, bert, hf/…             transformers: a model type, or a folder with a config.json
     package.module:function             a function without arguments that returns a model, or (model, example)
 
-They are built without values, so a model larger than the machine is no problem; weights are never fetched.
+`built` builds them without values, so a model larger than the machine is no problem. Weights are never downloaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..extras import require
-
-Example = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,50 @@ class Source:
     example: Callable[[nn.Module, int, int | None], Any]  # of the model, the batch size and the size of an input
 
 
+def built(source: Source) -> tuple[nn.Module, FakeTensorMode]:
+    """The model without values, or with values if its own code reads them."""
+    mode = FakeTensorMode()
+    try:
+        with mode, _uninitialised():
+            return source.build().train(), mode
+    except DataDependentOutputException:
+        return source.build().train(), mode
+
+
+@contextmanager
+def _uninitialised() -> Iterator[None]:
+    """Initialisers do nothing. Some read values, so a model that calls them could not be built without values."""
+    kept = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
+    for name in kept:
+        setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(nn.init, name, function)
+
+
 def source(name: str) -> Source:
     """The model of that name.
 
     Raises:
-        ValueError: for a name that none of the libraries has, with the nearest ones.
+        ValueError: if no library has the name. The message names the nearest ones.
     """
     if ":" in name:
         return _own(name)
     prefix, _, rest = name.partition("/")
-    finders = {"torchvision": _torchvision, "timm": _timm, "hf": _transformers}
-    if prefix in finders and rest:
-        found = finders[prefix](rest)
+    if prefix in _LIBRARIES and rest:
+        _, find, _ = _LIBRARIES[prefix]
+        found = find(rest)
         if found is None:
             raise ValueError(f"{prefix} has no model {rest!r}.{_near(rest, [prefix])}")
         return found
-    for package, finder in (("torchvision", _torchvision), ("timm", _timm), ("transformers", _transformers)):
-        found = finder(name) if find_spec(package) is not None else None
+    for package, find, _ in _LIBRARIES.values():
+        found = find(name) if find_spec(package) is not None else None
         if found is not None:
             return found
     raise ValueError(
-        f"no model is called {name!r}.{_near(name, list(finders))} A model of yours is package.module:function."
+        f"no model is called {name!r}.{_near(name, _LIBRARIES)} A model of yours is package.module:function."
     )
 
 
@@ -86,6 +110,22 @@ def _transformers(name: str) -> Source | None:
     heads = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel)
     head = next(head for head in heads if type(config) in head._model_mapping or head is heads[-1])
     return Source(f"transformers {name}", lambda: head.from_config(config), _of_config)
+
+
+_LIBRARIES: dict[str, tuple[str, Callable[[str], Source | None], Callable[[], Iterable[str]]]] = {
+    "torchvision": ("torchvision", _torchvision, lambda: require("torchvision").models.list_models()),
+    "timm": ("timm", _timm, lambda: require("timm").list_models()),
+    "hf": ("transformers", _transformers, lambda: require("transformers").CONFIG_MAPPING),
+}
+"""By prefix: the package, what finds a model in it, and what lists its models."""
+
+
+def _near(name: str, prefixes: Iterable[str]) -> str:
+    """A sentence with the nearest names in the libraries that are installed."""
+    libraries = (_LIBRARIES[prefix] for prefix in prefixes)
+    known = {model for package, _, listed in libraries if find_spec(package) for model in listed()}
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f" Did you mean {', '.join(near)}?" if near else ""
 
 
 def _own(name: str) -> Source:
@@ -119,11 +159,9 @@ def _own(name: str) -> Source:
 
 
 def _repeated(value: Any, batch: int) -> Any:
-    return (
-        value[:1].expand(batch, *value.shape[1:]).contiguous()
-        if isinstance(value, torch.Tensor) and value.dim()
-        else value
-    )
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    return value[:1].expand(batch, *value.shape[1:]).contiguous()
 
 
 def _images(model: nn.Module, batch: int, size: int | None) -> Any:
@@ -143,15 +181,3 @@ def _of_config(model: nn.Module, batch: int, size: int | None) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens.clone()
     return inputs
-
-
-def _near(name: str, libraries: list[str]) -> str:
-    known: list[str] = []
-    if "torchvision" in libraries and find_spec("torchvision"):
-        known += require("torchvision").models.list_models()
-    if "timm" in libraries and find_spec("timm"):
-        known += require("timm").list_models()
-    if "hf" in libraries and find_spec("transformers"):
-        known += list(require("transformers").CONFIG_MAPPING)
-    near = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.5)
-    return f" Did you mean {', '.join(near)}?" if near else ""

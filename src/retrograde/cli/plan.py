@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,62 +11,29 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_leaves
 
 from ..convert.plan import Plan, plan
-from ..convert.predict import predict
-from ..memory.units import human
-from .models import Source, source
+from ..memory.fake import fake_copy, run_step
+from ..memory.step import as_call, mean_of_squares
+from ..memory.units import human, parse_bytes
+from ..nets.checks import choice
+from .models import built, source
 
 AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"none": 0, "sgd": 1, "adam": 2}  # tensors of the size of the parameters
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{p}{b}": base**k for k, p in enumerate("kmgt", 1) for b, base in (("b", 1000), ("ib", 1024), ("", 1000))},
-}
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes.
-
-    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
-    (24000000000, 1610612736, 4096)
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
-    try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2].lower()])
-    except (AssertionError, KeyError, ValueError):
-        raise ValueError(f"a budget is a number of bytes, as 24GB, 1.5GiB or 4096; got {text!r}.") from None
-
-
-@dataclass(frozen=True)
-class Line:
-    """Memory that grows with the batch: peak = fixed + each · batch."""
-
-    fixed: float
-    each: float
-
-    @classmethod
-    def through(cls, small: tuple[int, int], large: tuple[int, int]) -> Line:
-        each = (large[1] - small[1]) / (large[0] - small[0])
-        return cls(small[1] - each * small[0], each)
-
-    def largest(self, budget: float) -> int:
-        return max(0, int((budget - self.fixed) // self.each)) if self.each > 0 else 0
 
 
 def main(
     name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, stages: list[str]
 ) -> None:
     """Plan, and show it."""
+    choice("--amp", amp, tuple(AMP))
+    choice("--optimizer", optimizer, tuple(OPTIMIZERS))
     console = Console()
     available = parse_bytes(budget) if budget else None
     chosen = source(name)
-    # a second batch, for how memory grows with it
+    # A second batch shows how memory grows with the batch.
     small = batch if available is None else batch // 2 if batch > 3 else 2 * batch
     with console.status(f"building {chosen.name} without values"):
         model, mode = built(chosen)
@@ -83,23 +47,23 @@ def main(
     console.print(_stages(plans[batch]))
     console.print(_memory(plans, small, batch, optimizer, available))
     if available is not None:
-        made = plans[batch]
-        room = available - made.parameters - (1 + OPTIMIZERS[optimizer]) * made.gradients - made.batch
-        make = partial(plan, model, examples[batch], budget=max(room, 0), **options)  # type: ignore[arg-type]
+        room = available - _constant(plans[batch], optimizer) - plans[batch].batch
+        make = partial(plan, model, examples[batch], memory=max(room, 0), **options)  # type: ignore[arg-type]
         with console.status(f"the quickest way within {human(available)}"):
             told = _within(room, make, gamma, stages)
         console.print(told, soft_wrap=True, highlight=False)
 
 
 def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any]) -> Plan:
-    """The plan; where the model itself fails on such a batch (a size it was not made for), an error that says so."""
+    """The plan. If the model itself fails on such a batch (a size it was not made for), the error says so."""
     try:
         return plan(model, example, **options)
     except (ValueError, TypeError):
-        raise  # in words already
+        raise  # these explain themselves
     except Exception as error:
         try:
-            predict(model, example, autocast=options["autocast"])
+            with fake_copy(model, *as_call(example)) as fake:
+                run_step(fake, mean_of_squares, options["autocast"])
         except Exception as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(example) if isinstance(t, torch.Tensor))
             raise ValueError(
@@ -109,40 +73,18 @@ def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any])
         raise
 
 
-def built(chosen: Source) -> tuple[nn.Module, FakeTensorMode]:
-    """The model without values, or with them where its own code looks at them."""
-    mode = FakeTensorMode()
-    try:
-        with mode, _uninitialised():
-            return chosen.build().train(), mode
-    except DataDependentOutputException:
-        return chosen.build().train(), mode
-
-
-@contextmanager
-def _uninitialised() -> Iterator[None]:
-    """Initial weights are not drawn: there are no values to draw."""
-    kept = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
-    for name in kept:
-        setattr(nn.init, name, lambda tensor, *_, **__: tensor)
-    try:
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(nn.init, name, function)
-
-
 def _stages(made: Plan) -> Table:
+    headings, *rows = made.table()
     table = Table(title=str(made).splitlines()[0], box=box.SIMPLE_HEAD, title_justify="left")
-    for k, heading in enumerate(made.table()[0]):
+    for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k in (1, 3, 4) else "left", overflow="fold")
-    for row, cells in zip(made.rows, made.table()[1:], strict=True):
+    for row, cells in zip(made.rows, rows, strict=True):
         table.add_row(*cells, style="" if row.form else "dim")
     return table
 
 
 def _within(room: int, make: Callable[[], Plan], gamma: float, stages: list[str]) -> str:
-    """What `convert` would do with what is left for activations."""
+    """What `convert` would do with the memory that is left for activations."""
     if room <= 0:
         return "Nothing is left for activations at this batch."
     try:
@@ -152,33 +94,48 @@ def _within(room: int, make: Callable[[], Plan], gamma: float, stages: list[str]
     modes = "; ".join(f"{row.path}: {row.mode}" for row in made.rows)
     peak = made.peaks["auto"].peak
     named = f", stages={stages}" if stages else ""
-    return f"rg.convert(model, gamma={gamma:g}{named}, budget={room}), activations at most {human(peak)}:\n  {modes}"
+    return f"rg.convert(model, gamma={gamma:g}{named}, memory={room}), activations at most {human(peak)}:\n  {modes}"
+
+
+def _constant(made: Plan, optimizer: str) -> int:
+    """The memory of parameters, gradients and the optimizer's state."""
+    return made.parameters + (1 + OPTIMIZERS[optimizer]) * made.gradients
 
 
 def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:
-    made, fewer = plans[batch], plans[small]
-    constant = made.parameters + made.gradients + OPTIMIZERS[optimizer] * made.gradients
+    made = plans[batch]
     besides = f"parameters {human(made.parameters)}, gradients {human(made.gradients)}"
-    besides += f", {optimizer} {human(OPTIMIZERS[optimizer] * made.gradients)}" if OPTIMIZERS[optimizer] else ""
+    if OPTIMIZERS[optimizer]:
+        besides += f", {optimizer} {human(OPTIMIZERS[optimizer] * made.gradients)}"
     table = Table(
         title=f"One training step at batch {batch}, predicted", caption=f"in all: with {besides} and the batch, {human(made.batch)}",
         box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
     )  # fmt: skip
-    for heading in (
-        "",
-        "activations, peak",
-        "held for backward",
-        "of plain",
-        "in all",
-        *(["largest batch"] if available is not None else []),
-    ):
-        table.add_column(heading, justify="right" if heading else "left")
+    table.add_column("")
+    for heading in ("activations, peak", "held for backward", "of plain", "in all"):
+        table.add_column(heading, justify="right")
+    if available is not None:
+        table.add_column("largest batch", justify="right")
     for way, peak in made.peaks.items():
-        cells = [way, human(peak.peak), human(peak.held), f"{peak.peak / made.peaks['plain'].peak:.2f}×"]
-        cells.append(human(constant + made.batch + peak.peak))
+        totals = {n: _constant(p, optimizer) + p.batch + p.peaks[way].peak for n, p in plans.items()}
+        cells = [
+            human(peak.peak),
+            human(peak.held),
+            f"{peak.peak / made.peaks['plain'].peak:.2f}×",
+            human(totals[batch]),
+        ]
         if available is not None:
-            totals = [(n, constant + p.batch + p.peaks[way].peak) for n, p in ((small, fewer), (batch, made))]
-            line = Line.through(*totals) if small != batch else Line(constant, totals[1][1] - constant)
-            cells.append(str(line.largest(available)))
-        table.add_row(*cells)
+            cells.append(str(largest_batch((small, totals[small]), (batch, totals[batch]), available)))
+        table.add_row(way, *cells)
     return table
+
+
+def largest_batch(one: tuple[int, int], other: tuple[int, int], available: int) -> int:
+    """The largest batch that fits, for memory that grows linearly with it, from two pairs (batch, memory).
+
+    >>> largest_batch((16, 2600), (32, 4200), available=5000)
+    40
+    """
+    each = (other[1] - one[1]) / (other[0] - one[0])
+    fixed = one[1] - each * one[0]
+    return max(0, int((available - fixed) // each)) if each > 0 else 0

@@ -1,9 +1,8 @@
-"""How the demo looks: a bar per network while they train, one table, one figure."""
+"""What the demo shows: a progress bar per network while they train, one table, one figure."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import box
@@ -18,11 +17,11 @@ from .demo import GAMMA, WAYS, Outcome, Setting
 
 COLOURS = dict(zip(WAYS, ("#6b7280", "#2563eb", "#ea580c"), strict=True))
 LINES: dict[str, Any] = dict(zip(WAYS, ("-", (0, (2, 2)), "-"), strict=True))  # the first two coincide
-REDRAW = 9  # steps between drawings of the bars: seldom enough to leave the step times alone
+REDRAW = 9  # steps between two drawings of the bars, so that drawing does not change the step times
 
 
 def opening(setting: Setting) -> Text:
-    """What is about to happen."""
+    """One sentence before the training."""
     return Text.assemble(
         ("Retrograde demo. ", "bold"),
         f"Handwritten digits, a residual network of {setting.depth} blocks, trained three ways from the same weights "
@@ -31,7 +30,7 @@ def opening(setting: Setting) -> Text:
 
 
 class Progress:
-    """The training as it goes: a bar for each network, with its loss and its accuracy on the test images."""
+    """A bar for each network, with its loss and its accuracy on the test images."""
 
     def __init__(self, console: Console) -> None:
         self.bars = Bars(
@@ -49,9 +48,7 @@ class Progress:
         self.bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bars.stop()
 
     def planned(self, steps: int) -> None:
@@ -117,13 +114,8 @@ def figure(outcome: Outcome, path: Path) -> Path:
         _curves(curves, outcome)
         _bars(bars, outcome)
         _depths(depths, outcome)
-        picture.legend(
-            *curves.get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=len(WAYS),
-            frameon=False,
-            fontsize=10.5,
-        )
+        handles = curves.get_legend_handles_labels()
+        picture.legend(*handles, loc="outside lower center", ncols=len(WAYS), frameon=False, fontsize=10.5)
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.savefig(path, dpi=130)
     return path
@@ -152,15 +144,9 @@ def _bars(axes: Any, outcome: Outcome) -> None:
 
 def _depths(axes: Any, outcome: Outcome) -> None:
     for way, result in outcome.results.items():
-        axes.plot(
-            list(result.peaks), [peak / 1e6 for peak in result.peaks.values()], "o-", color=COLOURS[way], lw=2.2, ms=5
-        )
-    axes.set(
-        title="Memory over depth",
-        xlabel="residual blocks",
-        ylabel="peak activation memory (MB)",
-        xlim=(0, None),
-        ylim=(0, None),
-    )
+        peaks = [peak / 1e6 for peak in result.peaks.values()]
+        axes.plot(list(result.peaks), peaks, "o-", color=COLOURS[way], lw=2.2, ms=5)
+    axes.set(title="Memory over depth", xlabel="residual blocks", ylabel="peak activation memory (MB)")
+    axes.set(xlim=(0, None), ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.25)

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ..memory.fake import is_fake
+from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.replay import Extra
-from ..stack.rectified import heard, rectified
-from .cache import Spare, cached
-from .own import Own
+from .own import Own, with_spares
 from .stage import Stage
 
 PLACE = "_retrograde_place"
@@ -42,6 +41,7 @@ class Converted:
     @torch._disable_dynamo  # the step is not for the compiler; what the block calls may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
+        stage = place.stage
         if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:
             raise RuntimeError(f"{place.path} is converted, so it is not to be checkpointed too: {_ONCE}")
         keyword = None if args else place.keyword
@@ -53,16 +53,18 @@ class Converted:
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
         forward: Any = self._retrograde_class.forward
-        branch = None
-        if place.stage.rectifies:
-            branch = rectified_now(self, place, alone=not (args or kwargs))
-            forward, keyword = (forward, keyword) if branch is None else (branch, None)
-        if place.stage.settings.compile is not None and not is_fake(x):
-            forward = compiled(forward, place.stage.settings.compile)
-        whole = place.stage.rectifies and branch is None
+        whole = stage.rectifies
+        if stage.rectifies:
+            branch = branch_now(self, place, alone=not (args or kwargs))
+            if branch is not None:
+                forward, keyword, whole = branch, None, False
+        if stage.settings.compile is not None and not is_fake(x):
+            forward = compiled(forward, stage.settings.compile)
         own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
-        args, kwargs = without_cache(args, kwargs, place)
-        return place.stage.take(own, place.index, place.path, x, Extra(args, kwargs))
+        extra = Extra(args, kwargs)
+        if torch.is_grad_enabled() and stage.settings.memory != "store":
+            extra = with_spares(extra, place.path)
+        return stage.take(own, place.index, place.path, x, extra)
 
     def extra_repr(self) -> str:
         stage: Stage = self.__dict__[PLACE].stage
@@ -71,13 +73,14 @@ class Converted:
         return ", ".join(filter(None, (own, note)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (self._retrograde_class,), self.__getstate__() if _has_state(self) else self.__dict__
+        own_state = any("__getstate__" in vars(cls) for cls in type(self).__mro__[:-1])
+        return _restored, (self._retrograde_class,), self.__getstate__() if own_state else self.__dict__
 
 
-def rectified_now(block: Any, place: Place, alone: bool) -> Any:
+def branch_now(block: Any, place: Place, alone: bool) -> Any:
     """f of a block that computes relu(x + f(x)), if it can be taken for this call. `alone`: the block is given nothing but x."""
     insists = place.stage.settings.insists
-    branch = rectified(block, block._retrograde_class) if alone and (insists or not heard()) else None
+    branch = branch_of(block, block._retrograde_class) if alone and (insists or not hooks_on_every_module()) else None
     if branch is None and insists:
         raise not_rectified(block, place.path)
     return branch
@@ -102,28 +105,23 @@ def compiled(forward: Any, options: tuple[tuple[str, Any], ...]) -> Any:
     return _compiled[key]
 
 
-def _has_state(module: Any) -> bool:
-    return "__getstate__" in {name for cls in type(module).__mro__[:-1] for name in vars(cls)}
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def converted_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of converted blocks that were of this class."""
+    if original not in _classes:
+        names = {"_retrograde_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        derived = type(original.__name__, (Converted, original), names)
+        derived.__qualname__ = original.__qualname__
+        _classes[original] = derived
+    return _classes[original]
 
 
 def _restored(original: type[nn.Module]) -> nn.Module:
     """An empty converted block, for `pickle` and `copy` to fill."""
     derived = converted_class(original)
     return derived.__new__(derived)
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def converted_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of converted blocks that were of this class."""
-    if original in _classes:
-        return _classes[original]
-    names = {"_retrograde_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
-    derived = type(original.__name__, (Converted, original), names)
-    derived.__qualname__ = original.__qualname__
-    _classes[original] = derived
-    return derived
 
 
 def place_of(module: nn.Module) -> Place | None:
@@ -169,28 +167,3 @@ def input_name(module: nn.Module) -> str:
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return name
     return "x"
-
-
-def without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The extra inputs, with spare copies of a key-value cache where a block is run more than once."""
-    if not torch.is_grad_enabled() or place.stage.settings.memory == "store":
-        return args, kwargs
-    return tuple(_spare(a, place) for a in args), {name: _spare(a, place) for name, a in kwargs.items()}
-
-
-def _spare(value: Any, place: Place) -> Any:
-    if not cached(value):
-        return value
-    if value.get_seq_length():
-        raise ValueError(
-            f"{place.path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
-            "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
-        )
-    inside = (v for layer in getattr(value, "layers", ()) for v in vars(layer).values())
-    if any(map(is_fake, inside)):
-        raise TypeError(
-            f"{place.path} was given a key-value cache that cannot be copied without values: pass use_cache=False."
-        )
-    return Spare(value)

@@ -15,13 +15,13 @@ from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.ratio import as_ratios
 from ..memory.budget import Scheduler
 from ..memory.modes import MODES, Budget, parse_memory
+from ..nets.relu import DEEPEST, branch_of
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.range import holders
-from ..stack.rectified import DEEPEST, rectified
 from . import block as blocks
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .stage import Settings, Stage
 from .schedule import SCHEDULER, schedule
+from .stage import Settings, Stage
 
 NESTED = "_retrograde_nested"
 _CHOICES = {
@@ -52,7 +52,7 @@ def convert(
         form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x; "relu": they return
             relu(x + f(x)), as those of ResNets, and the steps form the sum and the relu: the same network as with "block", in fewer
             passes over memory; one bit an element and block is kept besides. None: "branch" where a try on the example shows it,
-            "relu" for stages whose blocks are all proved to be of that kind (`rectified`) and at most 64, else "block"; in a step in
+            "relu" for stages whose blocks are all known to be of that kind (`branch_of`) and at most 64, else "block"; in a step in
             which that no longer holds, because of a hook on the relu say, the block is run as with "block".
         velocity: None for v₀ = 0, "first" for v₀ = f(x₀) of each stage's first block.
         memory: as in `MomentumNet`. A budget is for a training step of the whole model, at its highest point, above parameters,
@@ -145,7 +145,7 @@ def _not_reversible(model: nn.Module, finding: Finding, modules: dict[str, nn.Mo
 
 def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run:
     """The run in form "relu", if its blocks are, and not too many; raise if they are not and that was asked for."""
-    other = next((path for path in run.blocks if run.form != "block" or rectified(modules[path]) is None), None)
+    other = next((path for path in run.blocks if run.form != "block" or branch_of(modules[path]) is None), None)
     if other is None:
         return replace(run, form="relu") if form is not None or len(run.blocks) <= DEEPEST else run
     if form is not None:

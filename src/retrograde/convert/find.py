@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from torch import nn
 
@@ -80,23 +81,17 @@ def find(model: nn.Module, least: int = 2) -> Finding:
     for path, container in model.named_modules():
         if not (isinstance(container, CONTAINERS) or is_chain(container)) or container in inside:
             continue
-        group: list[str] = []
-        verdicts = [
+        children = [
             (join(path, name), child, judge(child)) for name, child in container._modules.items() if child is not None
         ]
-        for child_path, child, verdict in [*verdicts, ("", None, None)]:
-            if verdict is not None and child is not None:
-                inside.update(child.modules())
-            if verdict == KEEPS:
-                group.append(child_path)
+        inside.update(module for _, child, verdict in children if verdict is not None for module in child.modules())
+        for keeps, group in groupby(children, key=lambda row: row[2] == KEEPS):
+            verdicts = {child_path: verdict for child_path, _, verdict in group if verdict is not None}
+            if keeps and len(verdicts) >= least:
+                runs.append(run_of(list(verdicts)))
                 continue
-            if len(group) >= least:
-                runs.append(run_of(group))
-            else:
-                left += [Left(alone, f"a run of {len(group)}, and stages begin at {least}", True) for alone in group]
-            group = []
-            if verdict is not None:
-                left.append(Left(child_path, verdict, True))
+            short = f"a run of {len(verdicts)}, and stages begin at {least}"
+            left += [Left(child_path, short if keeps else verdict, True) for child_path, verdict in verdicts.items()]
     return Finding(tuple(runs), tuple(left))
 
 
@@ -106,41 +101,47 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
     Raises:
         ValueError: for a name that nothing in the model has, with the nearest; for blocks known to change their shape.
     """
-    if isinstance(patterns, str):
-        patterns = [patterns]
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     modules = dict(model.named_modules())
     runs = []
     for pattern in patterns:
-        matches = [path for path in modules if path == pattern] or [
-            path for path in modules if path and path.count(".") == pattern.count(".") and fnmatchcase(path, pattern)
-        ]
-        if not matches:
-            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ValueError(
-                f"no part of the model is called {pattern!r}.{hint} Stages are paths as in model.named_modules()."
-            )
+        matches = _matches(pattern, modules)
         containers = [path for path in matches if isinstance(modules[path], CONTAINERS)]
-        groups = [[join(path, n) for n in modules[path]._modules] for path in containers]
+        groups = [[join(path, name) for name in modules[path]._modules] for path in containers]
         blocks = [path for path in matches if path not in containers]
         for group in [*groups, *([blocks] if blocks else [])]:
             if not group:
                 raise ValueError(f"stage {pattern!r} is empty.")
             runs.append(run_of(group, form))
     for run in runs:
-        for path in run.blocks:
-            verdict = judge(modules[path])
-            if verdict not in (None, KEEPS):
-                rest = [p for p in run.blocks if judge(modules[p]) in (None, KEEPS)]
+        verdicts = {path: judge(modules[path]) for path in run.blocks}
+        rest = [path for path, verdict in verdicts.items() if verdict in (None, KEEPS)]
+        for path, verdict in verdicts.items():
+            if path not in rest:
+                advice = f": stages={[_pattern(rest)]!r}." if rest else "."
                 raise ValueError(
-                    f"stage {run.name!r}: {path} {verdict}, so it cannot be a step of a momentum network. Leave it out"
-                    + (f": stages={[_pattern(rest)]!r}." if rest else ".")
+                    f"stage {run.name!r}: {path} {verdict}, so it cannot be a step of a momentum network. Leave it out{advice}"
                 )
     listed = [path for run in runs for path in run.blocks]
     twice = next((path for path in listed if listed.count(path) > 1), None)
     if twice:
-        raise ValueError(f"{twice} is in two of the stages {list(patterns)!r}.")
+        raise ValueError(f"{twice} is in two of the stages {patterns!r}.")
     return Finding(tuple(runs), ())
+
+
+def _matches(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    """The module of this path, or those that the pattern fits at its depth."""
+    if pattern in modules:
+        return [pattern]
+    depth = pattern.count(".")
+    matches = [path for path in modules if path and path.count(".") == depth and fnmatchcase(path, pattern)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            f"no part of the model is called {pattern!r}.{hint} Stages are paths as in model.named_modules()."
+        )
+    return matches
 
 
 def _pattern(paths: Sequence[str]) -> str:

@@ -1,21 +1,19 @@
-"""Which blocks of a model can run as momentum networks: by trying it out.
+"""Which blocks of a model can run as momentum networks: by a trial.
 
-The model is run once on an example, in grad mode, while autograd keeps nothing. Every call of a module is noted with the
-tensor that went in and the one that came out:
+The model is run once on an example, in grad mode, while autograd keeps nothing. Each call of a module is noted with the edges of
+autograd's graph at its input and its output:
 
-    residual   same shape and dtype, and autograd's graph has a way from the output to the input that meets an addition and
-               no matrix product or convolution: the skip connection, whatever normalisations and activations lie on it
-    branch     same shape and dtype, not residual, and the model adds the output to the input
-    a run      residual calls, each given the very tensor that the one before returned; or branches, each given the sum that
-               the one before led to
+    block      same shape and dtype, and a way leads from the output back to the input that meets an addition and no matrix product or
+               convolution: the skip connection, whatever normalisations and activations lie on it
+    branch     same shape and dtype, no block, and the model adds the output to the input
+    a run      blocks that are each given what the one before returned; or branches that are each given the sum before
 
-A module that is nothing but such a chain (an `nn.Sequential` of blocks) is seen through. Parameters, buffers, gradients and
-random numbers are left as they were.
+A module that is nothing but a chain of blocks (an `nn.Sequential` of them) is seen through. Parameters, buffers, gradients and random
+numbers are left as they were.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,152 +29,130 @@ from ..memory.step import as_call, tensors_of
 from ..reverse.parts import copied_buffers
 from .find import Finding, Left, Run, run_of
 
+Edge = tuple[Any, int]
+"""What autograd knows a tensor by: the node that made it, and which of its outputs it is."""
 _HEAVY = (
-    "mm",
-    "conv",
-    "embedding",
-    "scaleddot",
-    "einsum",
-    "matmul",
-    "linear",
-    "cdist",
-    "index",
-    "gather",
-    "slice",
-    "flip",
-    "roll",
-)
+    "mm", "conv", "embedding", "scaleddot", "einsum", "matmul", "linear", "cdist", "index", "gather", "slice", "flip", "roll",
+)  # fmt: skip
 _MEETING = ("add", "lerp")
 
 
 @dataclass(eq=False)
-class Node:
+class Call:
     """One call of one module."""
 
     path: str
     module: nn.Module
-    x: weakref.ref[Tensor] | None = None
-    y: weakref.ref[Tensor] | None = None
-    shape: torch.Size | None = None
-    out_shape: torch.Size | None = None
-    version: int = 0  # of the output, when it was returned
-    form: str | None = None  # "block" or "branch", if it is a residual one
-    ends: tuple[Any, Any] = (None, None)  # autograd's nodes of input and output
-    sum: Any = None  # autograd's node of their sum
-    children: list[Node] = field(default_factory=list)
-    continues: Node | None = None  # the call that returned this one's input
-    returns: Node | None = None  # the call inside this one whose output this one returns
+    x: Edge | None = None
+    y: Edge | None = None
+    shape: tuple[int, ...] | None = None
+    out_shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    form: str | None = None  # "block" or "branch"
+    leads_to: Edge | None = None  # the output; of a branch, its sum with the input
+    scaled: bool = False  # the model adds a multiple of the output to the input
+    inner: list[Call] = field(default_factory=list)
 
     @property
-    def residual(self) -> bool:
-        return self.form == "block"
+    def keeps_shape(self) -> bool:
+        return self.shape is not None and self.shape == self.out_shape
 
-    def follows(self, other: Node) -> bool:
+    def follows(self, other: Call) -> bool:
         """Whether the input is what the other call led to."""
-        if self.form == other.form == "branch":
-            return self.ends[0] is other.sum
-        return self.continues is not None and _last(self.continues) is _last(other)
+        return self.x == other.leads_to
 
-
-def _last(node: Node) -> Node:
-    while node.returns is not None:
-        node = node.returns
-    return node
+    def why_not(self) -> str:
+        """Why this is no step of a momentum network."""
+        if self.shape is None or self.out_shape is None:
+            return "does not take and return a tensor"
+        if not self.keeps_shape:
+            return f"changes the shape of its input, {self.shape} to {self.out_shape}"
+        return "follows no other block" if self.form == "block" else "has no skip connection"
 
 
 def probe(model: nn.Module, example: Any, least: int = 2) -> Finding:
     """The runs of at least this many residual blocks that a call of the model goes through."""
     runs: list[Run] = []
     taken: set[nn.Module] = set()
-    left: list[Left] = []
 
-    def descend(nodes: list[Node]) -> None:
-        for group in _groups(_seen_through(nodes)):
-            fresh = [node for node in group if node.module not in taken]
-            if group[0].form and len(fresh) == len(group) >= least:
-                taken.update(m for node in group for m in node.module.modules())
-                runs.append(run_of([node.path for node in group], group[0].form))
+    def descend(calls: list[Call]) -> None:
+        for group in _groups(_seen_through(calls)):
+            if group[0].form and len(group) >= least and not any(call.module in taken for call in group):
+                taken.update(m for call in group for m in call.module.modules())
+                runs.append(run_of([call.path for call in group], group[0].form))
             else:
-                for node in group:
-                    descend(node.children)
+                for call in group:
+                    descend(call.inner)
 
     calls = record(model, example)
     descend(calls)
-    order = {node.path: k for k, node in enumerate(_all(calls))}
+    order = {call.path: k for k, call in enumerate(every(calls))}
     runs.sort(key=lambda run: order[run.blocks[0]])
     blocks = {path for run in runs for path in run.blocks}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {type(modules[path]) for path in blocks} - {nn.Sequential}
-    for node in _all(calls):
-        if node.module not in taken and type(node.module) in kinds:
-            taken.add(node.module)
-            left.append(Left(node.path, _why_not(node), True))
+    kinds = {type(call.module) for call in every(calls) if call.path in blocks} - {nn.Sequential}
+    left = []
+    for call in every(calls):
+        if call.module not in taken and type(call.module) in kinds:
+            taken.add(call.module)
+            left.append(Left(call.path, call.why_not(), True))
     return Finding(tuple(runs), tuple(left))
 
 
 def confirm(model: nn.Module, example: Any, finding: Finding) -> None:
     """Raise unless the named blocks keep the shape of their input and follow one another."""
-    first: dict[str, Node] = {}
-    for node in _all(record(model, example)):
-        first.setdefault(node.path, node)
+    first: dict[str, Call] = {}
+    for call in every(record(model, example)):
+        first.setdefault(call.path, call)
     for run in finding.runs:
-        before: Node | None = None
+        before: Call | None = None
         for path in run.blocks:
-            found = first.get(path)
-            if found is None:
+            if path not in first:
                 raise ValueError(f"stage {run.name!r}: {path} was not called by the model on this example.")
-            node = found
-            if node.shape is None or node.shape != node.out_shape:
+            call = first[path]
+            if not call.keeps_shape:
                 raise ValueError(
-                    f"stage {run.name!r}: {path} {_why_not(node)}. Blocks of a momentum network keep it: leave that one out."
+                    f"stage {run.name!r}: {path} {call.why_not()}. Blocks of a momentum network keep it: leave that one out."
                 )
-            if node.form is not None and node.form != run.form:
-                does = "x + f(x)" if node.residual else "f(x), which the model adds to x"
-                raise ValueError(f"stage {run.name!r}: {path} returns {does}; pass form={node.form!r}.")
-            if before is not None and not node.follows(before):
+            if call.scaled:
+                raise ValueError(
+                    f"stage {run.name!r}: {path} returns f(x), and the model adds a multiple of it, x + s·f(x). Multiply inside of the "
+                    "block: a step of a momentum network adds f(x) as it is."
+                )
+            if call.form is not None and call.form != run.form:
+                does = "x + f(x)" if call.form == "block" else "f(x), which the model adds to x"
+                raise ValueError(f"stage {run.name!r}: {path} returns {does}; pass form={call.form!r}.")
+            if before is not None and not call.follows(before):
                 raise ValueError(
                     f"stage {run.name!r}: {path} is not given what {before.path} led to: the model does something in between. "
                     "Make two stages of it, or leave it out."
                 )
-            before = node
+            before = call
 
 
-def record(model: nn.Module, example: Any) -> list[Node]:
+def record(model: nn.Module, example: Any) -> list[Call]:
     """The calls that the model makes, each with those inside it."""
-    names = {module: path for path, module in model.named_modules()}
-    stack: list[Node] = [Node("", model)]
-    made: list[Node] = []
+    paths = {module: path for path, module in model.named_modules()}
+    stack = [Call("", model)]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        node = Node(names[module], module)
+        call = Call(paths[module], module)
         x = _main(args, kwargs)
         if x is not None:
-            node.x, node.shape, node.ends = weakref.ref(x), x.shape, (x.grad_fn, None)
-            node.continues = next(
-                (m for m in reversed(made) if m.y is not None and m.y() is x and m.version == x._version), None
-            )
-        stack[-1].children.append(node)
-        stack.append(node)
+            call.x, call.shape, call.dtype = _edge(x), tuple(x.shape), x.dtype
+        stack[-1].inner.append(call)
+        stack.append(call)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        node = stack.pop()
+        call = stack.pop()
         y = _main(out if isinstance(out, tuple | list) else (out,), {})
-        if y is None:
-            return
-        node.y, node.out_shape, node.version = weakref.ref(y), y.shape, y._version
-        node.returns = next((c for c in reversed(node.children) if c.y is not None and c.y() is y), None)
-        node.ends = (node.ends[0], y.grad_fn)
-        x = None if node.x is None else node.x()
-        if node.shape == y.shape and None not in node.ends and (x is None or x.dtype == y.dtype):
-            node.form = "block" if _skips(y.grad_fn, node.ends[0]) else None
-        made.append(node)
+        if y is not None:
+            call.y = call.leads_to = _edge(y)
+            call.out_shape = tuple(y.shape)
+            call.form = "block" if call.keeps_shape and call.dtype == y.dtype and _skips(call.y, call.x) else None
 
-    with (
-        _tried_out(model),
-        mode_of(model) or nullcontext(),
-    ):  # what a model without values makes must be without them, too
+    with _tried_out(model), mode_of(model) or nullcontext():  # a model without values makes more tensors without them
         handles = []
-        for module in names:
+        for module in paths:
             if module is not model:
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -186,98 +162,102 @@ def record(model: nn.Module, example: Any) -> list[Node]:
         finally:
             for handle in handles:
                 handle.remove()
-    sums = _sums(out)
-    for node in made:
-        if node.form is None and node.shape == node.out_shape and None not in node.ends:
-            node.sum = sums.get(frozenset(node.ends))
-            node.form = None if node.sum is None else "branch"
-    return stack[0].children
+    sums, scaled = _sums(out)
+    for call in every(stack[0].inner):
+        ends = frozenset((call.x, call.y))
+        if call.form is None and call.keeps_shape and ends in sums:
+            call.form, call.leads_to = "branch", sums[ends]
+        call.scaled = call.form is None and ends in scaled
+    return stack[0].inner
 
 
-def _sums(out: Any) -> dict[frozenset[Any], Any]:
-    """The additions behind an output, by the two nodes they add."""
-    todo = [t.grad_fn for t in tensors_of(out) if t.grad_fn is not None]
-    seen, sums = set(todo), {}
+def every(calls: list[Call]) -> Iterator[Call]:
+    """These calls and all inside them."""
+    for call in calls:
+        yield call
+        yield from every(call.inner)
+
+
+def _sums(out: Any) -> tuple[dict[frozenset[Edge | None], Edge], set[frozenset[Edge | None]]]:
+    """The sums of two tensors behind an output, by what they add; and the pairs of which one is multiplied before."""
+    todo: list[Any] = [t.grad_fn for t in tensors_of(out) if t.grad_fn is not None]
+    seen = set(todo)
+    sums: dict[frozenset[Edge | None], Edge] = {}
+    scaled: set[frozenset[Edge | None]] = set()
     while todo:
         node = todo.pop()
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        if node.name().startswith("Add") and len(parents) == 2:
-            sums[frozenset(parents)] = node
-        fresh = [parent for parent in parents if parent not in seen]
-        seen.update(fresh)
+        edges: list[Edge] = [edge for edge in node.next_functions if edge[0] is not None]
+        if node.name().startswith("Add") and len(edges) == 2:
+            if getattr(node, "_saved_alpha", 1) == 1:
+                sums[frozenset(edges)] = (node, 0)
+            else:
+                scaled.add(frozenset(edges))
+            for product, x in (edges, edges[::-1]):
+                if product[0].name().startswith(("Mul", "Div")):
+                    scaled |= {frozenset((x, factor)) for factor in product[0].next_functions}
+        fresh = {parent for parent, _ in edges} - seen
+        seen |= fresh
         todo += fresh
-    return sums
+    return sums, scaled
 
 
-def _skips(start: Any, goal: Any) -> bool:
-    """Whether a skip connection leads from one node of autograd's graph back to another."""
+def _skips(start: Edge | None, goal: Edge | None) -> bool:
+    """Whether a skip connection leads from the output of a call back to its input."""
+    if start is None or goal is None:
+        return False
     todo, seen = [(start, False)], set()
     while todo:
-        node, met = todo.pop()
-        if node is goal and met:
+        edge, met = todo.pop()
+        if edge == goal and met:
             return True
-        if node is None or node is goal or (node, met) in seen:
+        node = edge[0]
+        if node is None or edge == goal or (edge, met) in seen:
             continue
-        seen.add((node, met))
+        seen.add((edge, met))
         name = node.name().lower().replace("_", "")
         if any(heavy in name for heavy in _HEAVY):
             continue
         summands = [p for p, _ in node.next_functions if p is not None and not p.name().endswith("AccumulateGrad")]
         met |= len(summands) > 1 and any(name.startswith(word) for word in _MEETING)  # not x + 1e-6, nor x + bias
-        todo += [(parent, met) for parent, _ in node.next_functions]
+        todo += [(parent, met) for parent in node.next_functions]
     return False
 
 
-def _seen_through(nodes: list[Node]) -> list[Node]:
-    """The calls, with chains of residual calls in the place of modules that are nothing else."""
-    kinds = [type(node.module) for node in nodes if node.residual]
-    result: list[Node] = []
-    for node in nodes:
-        inner = [child for child in _seen_through(node.children) if child.residual] if node.residual else []
+def _seen_through(calls: list[Call]) -> list[Call]:
+    """The calls, with chains of blocks in the place of modules that are nothing else."""
+    kinds = [type(call.module) for call in calls if call.form == "block"]
+    result: list[Call] = []
+    for call in calls:
+        inner = [c for c in _seen_through(call.inner) if c.form == "block"] if call.form == "block" else []
         chain = len(inner) > 1 and all(b.follows(a) for a, b in pairwise(inner))
-        whole = chain and _last(node) is _last(inner[-1]) and _same(inner[0].x, node.x)
-        alone = isinstance(node.module, nn.Sequential) or kinds.count(type(node.module)) == 1
-        result += inner if whole and alone else [node]
+        nothing_else = chain and inner[0].x == call.x and inner[-1].y == call.y
+        alone = isinstance(call.module, nn.Sequential) or kinds.count(type(call.module)) == 1
+        result += inner if nothing_else and alone else [call]
     return result
 
 
-def _same(a: weakref.ref[Tensor] | None, b: weakref.ref[Tensor] | None) -> bool:
-    return a is not None and a == b
-
-
-def _groups(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Residual calls that continue one another; every other call by itself."""
-    group: list[Node] = []
-    for node in nodes:
-        if node.form is None:
-            yield [node]
-        elif group and node.form == group[-1].form and node.follows(group[-1]):
-            group.append(node)
+def _groups(calls: list[Call]) -> list[list[Call]]:
+    """Calls of one form that follow one another; every other call by itself."""
+    groups: list[list[Call]] = []
+    last: list[Call] = []
+    for call in calls:
+        if call.form is None:
+            groups.append([call])
+        elif last and call.form == last[-1].form and call.follows(last[-1]):
+            last.append(call)
         else:
-            if group:
-                yield group
-            group = [node]
-    if group:
-        yield group
-
-
-def _all(nodes: list[Node]) -> Iterator[Node]:
-    for node in nodes:
-        yield node
-        yield from _all(node.children)
-
-
-def _why_not(node: Node) -> str:
-    if node.shape is None or node.out_shape is None:
-        return "does not take and return a tensor"
-    if node.shape != node.out_shape:
-        return f"changes the shape of its input, {tuple(node.shape)} to {tuple(node.out_shape)}"
-    return "follows no other block" if node.residual else "has no skip connection"
+            last = [call]
+            groups.append(last)
+    return groups
 
 
 def _main(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The first floating-point tensor: a block's x."""
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
+
+
+def _edge(x: Tensor) -> Edge | None:
+    return None if x.grad_fn is None else (x.grad_fn, x.output_nr)
 
 
 def _on_graph(value: Any) -> Any:

@@ -34,10 +34,8 @@ from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.replay import Extra
 from ..reverse.residual import Residual
-from .alias import FSDP2, handed_on, same, version
-from .branch import Branch
-from .cache import spared
-from .own import Own
+from .next_x import FSDP2, Branch, handed_on, same, version
+from .own import Own, spared
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,7 @@ class Stage:
                 "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
                 "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
             )
-        strict = self.settings.verify == "strict"
-        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode, strict)
+        self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode)
 
     @property
     def gamma(self) -> Fraction | tuple[Fraction, ...]:

@@ -2,8 +2,8 @@
 
 A `MomentumNet` is one stack, a converted model has one for each stage. Before the first training step with an input of a new
 kind, the step is run on a copy without values (`fake`), every stack keeping as little as it can, and the most memory of each
-interval is noted. From that follows what each stack may keep (`schedule`). The plan is then tried in the same way, and
-exchanged for a leaner one if it takes more than it should.
+interval is noted. From that follows what each stack may keep (`schedule`). If there are several stacks, the plan is then tried in
+the same way, and exchanged for a leaner one if it takes more than it should.
 
 Some networks cannot run without values: kernels that PyTorch does not know, sharded parameters, masks that are looked at. Then
 the first real step keeps as little as it can and is observed, and the plan for the later ones is estimated from it.
@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ..reverse.replay import Frame
 from ..reverse.momentum import Recurrence
+from ..reverse.replay import Frame
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding, leanest
 from .schedule import Choice, Track, chain, estimated, with_reserve, within
@@ -112,9 +112,10 @@ class Watched:
             self.track.forward[self.k] = meter.mark()
         with attention_on(x.device.type):
             y = self.block(x, *args, **kwargs)
-        if first and x.device.type == "cpu" and (meter.drawn > drawn or self.recorder.begins):
+        begins = self.recorder.begins and self.k >= 0
+        if first and x.device.type == "cpu" and (meter.drawn > drawn or begins):
             self.track.generators[self.k] = len(torch.default_generator.get_state())
-            self.recorder.begins = False
+            self.recorder.begins &= not begins
         if first and isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(lambda _: self.track.backward.__setitem__(self.k, meter.mark()))
         return y
@@ -344,7 +345,7 @@ class Scheduler:
     ) -> dict[str, MemoryPlan]:
         assert self.budget is not None
         assert known.lean is not None
-        if known.recorder is not None:  # the plan cannot be tried
+        if known.recorder is not None or len(known.lean.tracks) < 2:  # cannot be tried, or need not be
             return _named(within(self.budget.bytes(device), known.links, repr(self.budget.given)), known.lean)
         tried = lambda plans: self._step(model, stacks, args, kwargs, plans)  # noqa: E731
         return choose(tried, self.budget, device, known.lean, known.links)

@@ -1,40 +1,32 @@
-"""The paper's family of networks, one file each.
+"""The paper's family of networks.
 
 resnet        residual networks for images, plain or with momentum
 momentum      Momentum ResNets
-coupling      two streams that move each other; revnet, irevnet: made of it
+coupling      networks whose two streams change each other in turn
+revnet        RevNets: coupling with two functions per layer
+irevnet       i-RevNets: coupling from the pixels to the last features
 hamiltonian   the limit γ → 1
-iresnet       contractive blocks, inverted by iteration; spectral: the bounds
-ode           Neural ODEs, augmented and of second order; agreement: their discrete counterparts
+iresnet       contractive blocks, inverted by iteration
+ode           Neural ODEs, augmented and of second order
 lista         learning to optimise
-properties    how each is inverted and trained; table1 checks it
+budget        plans of a momentum network within a memory budget
+checks        checks of arguments
+
+Functions that have the name of their file (`resnet.resnet`) are imported from it.
 """
 
-from importlib import import_module
-from typing import Any
+from .coupling import CoupledState, CouplingNet
+from .hamiltonian import HamiltonianBlock, HamiltonianNet
+from .iresnet import Certificate, IResNet
+from .irevnet import IRevNet
+from .lista import Lista
+from .momentum import MomentumNet, State
+from .ode import AugmentedODE, NeuralODE, SecondOrderODE, discretised
+from .resnet import ResNet, momentum_resnet, thin_resnet
+from .revnet import RevNet, rev_resnet
 
-_HOMES = {  # loaded when first asked for; functions with the name of their file are imported from it
-    "agreement": ("Agreement", "discretised"),
-    "coupling": ("CoupledState", "CouplingNet"),
-    "hamiltonian": ("HamiltonianBlock", "HamiltonianNet"),
-    "iresnet": ("Certificate", "IResNet"),
-    "irevnet": ("IRevNet",),
-    "lista": ("Lista",),
-    "momentum": ("MomentumNet", "State"),
-    "ode": ("AugmentedODE", "NeuralODE", "SecondOrderODE"),
-    "properties": ("Properties",),
-    "resnet": ("ResNet", "momentum_resnet", "thin_resnet"),
-    "revnet": ("RevNet", "rev_resnet"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = [
+    "AugmentedODE", "Certificate", "CoupledState", "CouplingNet", "HamiltonianBlock", "HamiltonianNet", "IResNet", "IRevNet", "Lista",
+    "MomentumNet", "NeuralODE", "ResNet", "RevNet", "SecondOrderODE", "State", "discretised", "momentum_resnet", "rev_resnet",
+    "thin_resnet",
+]  # fmt: skip

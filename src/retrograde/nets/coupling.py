@@ -25,7 +25,7 @@ from ..reverse.inputs import check_input, check_output, check_surroundings
 from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
 from ..reverse.replay import Extra
-from .inputs import choice, modules
+from .checks import choice, modules
 
 
 @dataclass(frozen=True, eq=False)

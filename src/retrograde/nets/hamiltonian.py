@@ -3,8 +3,8 @@
     v ← v + h·f(x)      x ← x + h·v                        symplectic Euler (Verlet with v between the steps)
     x ← x − h·v         v ← v − h·f(x)
 
-It runs as a `MomentumNet` with γ = 1 on w = h·v: w ← w + h²·f(x), x ← x + w. No multiplication is left, so no
-information buffer is needed, and the state is 8 bytes per element at any depth. With
+It runs as a `MomentumNet` with γ = 1 on w = h·v: w ← w + h²·f(x), x ← x + w. Without a multiplication it needs no
+information buffer, and the state takes 8 bytes per element at any depth. With
 
     f(x) = −Kᵀ tanh(Kx + b) = −∇U(x),      U(x) = Σ log cosh(Kx + b)        [haber2017, chang2018]
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .inputs import modules, positive
+from .checks import modules, positive
 from .momentum import MomentumNet, State
 
 
@@ -40,7 +40,7 @@ class Kick(nn.Module):
 
 
 class HamiltonianBlock(nn.Module):
-    """f(x) = −Kᵀ tanh(Kx + b), minus the gradient of a potential; K is a matrix, or a convolution where `kernel` is given.
+    """f(x) = −Kᵀ tanh(Kx + b) = −∇U(x). K is a matrix, or a convolution if `kernel` is given.
 
     Args:
         width: features, or channels, of x.
@@ -59,23 +59,28 @@ class HamiltonianBlock(nn.Module):
         self.b = nn.Parameter(torch.empty(shape[0]).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self._inner(x))
         if self.kernel is None:
-            return -F.linear(torch.tanh(F.linear(x, self.K, self.b)), self.K.t())
-        half = self.kernel // 2
-        return -F.conv_transpose2d(torch.tanh(F.conv2d(x, self.K, self.b, padding=half)), self.K, padding=half)
+            return -F.linear(z, self.K.t())
+        return -F.conv_transpose2d(z, self.K, padding=self.kernel // 2)
 
     def potential(self, x: Tensor) -> Tensor:
         """U(x), one value per sample."""
-        half = (self.kernel or 0) // 2
-        z = F.linear(x, self.K, self.b) if self.kernel is None else F.conv2d(x, self.K, self.b, padding=half)
+        z = self._inner(x)
         return (F.softplus(2 * z) - z - math.log(2)).flatten(1).sum(1)  # log cosh, without overflow
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Kx + b."""
+        if self.kernel is None:
+            return F.linear(x, self.K, self.b)
+        return F.conv2d(x, self.K, self.b, padding=self.kernel // 2)
 
 
 class HamiltonianNet(MomentumNet):
     """A stack of forces f as a symplectic integrator.
 
     Args:
-        blocks: modules that compute f(x). `HamiltonianBlock` is −∇U; any other will do.
+        blocks: modules that compute f(x). `HamiltonianBlock` is −∇U; any other module that keeps the shape of x works, too.
         step: h, the size of a step.
         velocity: v₀: None for 0, "first" for f(x₀), or a module (or function) of x₀.
         options: `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.

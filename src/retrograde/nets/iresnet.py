@@ -5,9 +5,16 @@
     ‖x_k − x‖ ≤ c^k / (1 − c) · ‖x₁ − x₀‖                 known before iterating: how many steps a tolerance needs
     ‖x_k − x‖ ≤ c / (1 − c) · ‖x_k − x_{k−1}‖             known while iterating: when to stop
 
-Every layer of g is held to c^(1/layers) by its spectral norm (`spectral`), which is a constraint on training: plain gradient
-steps on the weights themselves leave the set of invertible networks. The inverse is certified: it uses an upper bound of
-Lip(g) proven from the weights in use, runs in float64, and reports the bound on its error.
+Every layer of g uses its weight as W · min(1, c^(1/layers) / σ), σ the largest singular value of the layer. This constrains
+training: plain gradient steps on the weights themselves leave the set of invertible networks.
+
+σ comes from power iteration with the layer A and its adjoint, u ← A v / ‖A v‖, v ← Aᵀu / ‖Aᵀu‖. For a convolution, A is
+the convolution on images of the size it meets, padding and stride included. (The norm of its reshaped kernel is often used
+instead; it is neither a bound nor close.) In training, a few iterations per forward pass follow the weights, as in
+[miyato2018, behrmann2019]. In evaluation the iteration runs until σ converges, and again only after the weights have changed.
+
+Power iteration bounds σ from below and proves nothing. So the inverse uses `certified_norm`, an upper bound of Lip(g) proven
+from the weights in use. It runs in float64 and reports the bound on its error.
 """
 
 from __future__ import annotations
@@ -19,11 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
 
-from .inputs import check_finite, modules, positive
-from .spectral import BoundedConv2d, BoundedLinear, certified_norm
+from .checks import check_finite, modules, positive
 
 _NONEXPANSIVE = (nn.ReLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Identity, nn.Hardtanh)
+_CONVERGED, _MOST = 1e-10, 1000  # power iteration in evaluation ends at this relative change of σ, or after so many
+_DENSE = 1024  # up to so many values per sample a convolution is written out as a matrix to find its norm
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Certificate:
     block: int
     lipschitz: float  # a proven bound on Lip(g)
     iterations: int
-    needed: int  # iterations that the first step promised would do
+    needed: int  # iterations that the first step promised to suffice
     error_bound: float
 
 
@@ -61,7 +71,7 @@ def invert(g: nn.Module, y: Tensor, lipschitz: float, tolerance: float, block: i
         error = lipschitz / (1 - lipschitz) * step
         if not math.isfinite(error) or iterations > promised + 10:
             raise ArithmeticError(
-                f"block {block}: the fixed-point iteration stands at an error bound of {error:.1e} after {iterations} iterations, "
+                f"block {block}: after {iterations} iterations the fixed-point iteration has an error bound of {error:.1e}, "
                 f"when {promised} should have reached {tolerance:.1e}. The block does not contract as its bound of "
                 f"{lipschitz:.3g} says, or the tolerance is below what float64 can reach (about 1e-13)."
             )
@@ -124,7 +134,7 @@ class IResNet(nn.Module):
             if lipschitz >= 1:
                 raise ValueError(
                     f"block {k} is bounded by {lipschitz:.4g} only, which proves no inverse: it must be below 1. Pass a lower "
-                    f"coefficient than {self.coefficient:g}; in training, call .eval() first so that its norms settle."
+                    f"coefficient than {self.coefficient:g}; in training, call .eval() first so that its norms converge."
                 )
             x, certificate = invert(g, x, lipschitz, tolerance, k)
             certificates.append(certificate)
@@ -154,9 +164,10 @@ def _bounded(g: nn.Module, coefficient: float, k: int) -> nn.Sequential:
     count = sum(isinstance(m, nn.Linear | nn.Conv2d) for m in layers)
     held: list[nn.Module] = []
     for m in layers:
-        if isinstance(m, nn.Linear | nn.Conv2d):
-            bound = coefficient ** (1 / count)
-            held.append(BoundedLinear(m, bound) if isinstance(m, nn.Linear) else BoundedConv2d(m, bound))
+        if isinstance(m, nn.Linear):
+            held.append(BoundedLinear(m, coefficient ** (1 / count)))
+        elif isinstance(m, nn.Conv2d):
+            held.append(BoundedConv2d(m, coefficient ** (1 / count)))
         elif isinstance(m, _NONEXPANSIVE) and getattr(m, "negative_slope", 0) <= 1 and getattr(m, "alpha", 0) <= 1:
             held.append(m)
         else:
@@ -166,3 +177,159 @@ def _bounded(g: nn.Module, coefficient: float, k: int) -> nn.Sequential:
                 f"{', '.join(c.__name__ for c in _NONEXPANSIVE)} (no normalisation, no dropout)."
             )
     return nn.Sequential(*held)
+
+
+class _Bounded(nn.Module):
+    """What the bounded layers share. `weight`, `bias` and so the state_dict are those of the plain layer."""
+
+    weight: Tensor
+    u: Tensor | None  # the left singular vector, as far as power iteration has come
+    iterations = 5  # per forward pass in training
+
+    def _take(self, plain: nn.Module, coefficient: float) -> None:
+        self._parameters.update(plain._parameters)
+        self.coefficient = coefficient
+        self.shape: torch.Size | None = None  # of one input sample
+        self.register_buffer("u", None, persistent=False)
+        self._seen: Any = None  # the weights for which σ has converged
+
+    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _plain(self) -> nn.Module:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def follow(self, x: Tensor) -> None:
+        """Bring u up to date with the weights, for inputs like x."""
+        weight, shape = self.weight.detach(), x.shape[1:] if isinstance(self, nn.Conv2d) else x.shape[-1:]
+        if self.u is None or self.shape != shape or self.u.dtype != weight.dtype or self.u.device != weight.device:
+            self.shape, self._seen = shape, None
+            generator = torch.Generator().manual_seed(0)  # not the user's
+            start = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
+            self.u = _unit(self._apply_to(weight, start))
+        seen = (weight.data_ptr(), weight._version)
+        if not self.training and seen == self._seen:
+            return
+        converged = max(_CONVERGED, 2 * torch.finfo(weight.dtype).eps)
+        sigma = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        for _ in range(self.iterations if self.training else _MOST):
+            before, image = sigma, self._apply_to(weight, _unit(self._adjoint(weight, self.u)))
+            sigma, self.u = image.norm(), _unit(image)
+            if not self.training and abs(sigma - before) <= converged * sigma:
+                break
+        self._seen = None if self.training else seen
+
+    def sigma(self) -> Tensor:
+        """The largest singular value as the current u has it; a function of the weights."""
+        assert self.u is not None
+        v = _unit(self._adjoint(self.weight.detach(), self.u.detach()))
+        image = self._apply_to(self.weight, v)
+        return (_unit(image.detach()) * image).sum()
+
+    def bounded(self) -> Tensor:
+        """W · min(1, c / σ)."""
+        return self.weight * torch.clamp(self.coefficient / self.sigma().clamp_min(1e-30), max=1.0)
+
+    @torch.no_grad()
+    def frozen(self) -> nn.Module:
+        """The plain float64 layer with the bounded weight of the last forward pass."""
+        layer = self._plain()
+        layer.weight = nn.Parameter(self.bounded().double(), requires_grad=False)
+        if self.bias is not None:
+            layer.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=False)  # type: ignore[operator]
+        return layer.double()
+
+
+class BoundedLinear(_Bounded, nn.Linear):
+    """A linear layer with norm at most c."""
+
+    def __init__(self, plain: nn.Linear, coefficient: float) -> None:
+        nn.Linear.__init__(self, plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self._take(plain, coefficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow(x)
+        return F.linear(x, self.bounded(), self.bias)
+
+    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
+        return F.linear(v, weight)
+
+    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+        return F.linear(u, weight.t())
+
+    def _plain(self) -> nn.Module:
+        return nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device=self.weight.device)
+
+
+class BoundedConv2d(_Bounded, nn.Conv2d):
+    """A convolution (zero padding, no groups) with norm at most c on images of the size it meets."""
+
+    def __init__(self, plain: nn.Conv2d, coefficient: float) -> None:
+        if plain.groups != 1 or plain.padding_mode != "zeros" or isinstance(plain.padding, str):
+            raise ValueError(
+                f"{plain} cannot be bounded: only convolutions with groups=1 and numeric zero padding can. Write padding "
+                "as a number (kernel // 2 for 'same')."
+            )
+        nn.Conv2d.__init__(self, **_settings(plain), bias=plain.bias is not None, device="meta")
+        self._take(plain, coefficient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow(x)
+        return self._conv_forward(x, self.bounded(), self.bias)
+
+    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
+        return F.conv2d(v[None], weight, None, self.stride, self.padding, self.dilation)[0]
+
+    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+        assert self.shape is not None
+        settings = (self.stride, self.padding, self.dilation)
+        return conv2d_input((1, *self.shape), weight, u[None], *settings)[0]
+
+    def _plain(self) -> nn.Module:
+        return nn.Conv2d(**_settings(self), bias=self.bias is not None, device=self.weight.device)
+
+
+def _settings(plain: nn.Conv2d) -> dict[str, Any]:
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+    return {name: getattr(plain, name) for name in names}
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / x.norm().clamp_min(1e-30)
+
+
+@torch.no_grad()
+def certified_norm(layer: Any, shape: torch.Size) -> float:
+    """An upper bound on the operator norm of a plain layer for samples of this shape, to rounding.
+
+    Linear, and convolutions of small images: the largest singular value of the matrix. Others: `symbol_norm`.
+    """
+    weight = layer.weight.double()
+    if isinstance(layer, nn.Linear):
+        return float(torch.linalg.matrix_norm(weight, 2))
+    if shape.numel() > _DENSE:
+        return symbol_norm(layer, shape)
+    units = torch.eye(shape.numel(), dtype=weight.dtype, device=weight.device).view(-1, *shape)
+    columns = F.conv2d(units, weight, None, layer.stride, layer.padding, layer.dilation).flatten(1)
+    return float(torch.linalg.eigvalsh(columns @ columns.t())[-1].clamp_min(0).sqrt())
+
+
+@torch.no_grad()
+def symbol_norm(layer: nn.Conv2d, shape: torch.Size) -> float:
+    """An upper bound on the norm of a convolution, a few percent high on small images and tight on large ones.
+
+    The convolution is a part of the periodic one on the image enlarged by the kernel's reach, and the norm of that is the
+    largest singular value of the kernel's Fourier symbol over that grid.
+    """
+    weight = layer.weight.double()
+    (a, b), (p, q) = layer.dilation, layer.kernel_size
+    grid = [shape[-2] + a * (p - 1), shape[-1] + b * (q - 1)]
+    spread = weight.new_zeros(*weight.shape[:2], a * (p - 1) + 1, b * (q - 1) + 1)
+    spread[..., ::a, ::b] = weight
+    symbol = torch.fft.fft2(spread, s=grid).permute(2, 3, 0, 1)
+    symbol = symbol[: grid[0] // 2 + 1]  # the others are complex conjugates of these
+    return float(torch.linalg.matrix_norm(symbol, 2).max())

@@ -2,9 +2,8 @@
 
     x ← squeeze(image)      v, x ← halves(x)      (v ← v + f(x)   x ← x + f(v))*   squeeze   (…)*   squeeze   …
 
-Every operation before the classifier permutes or adds integers, so the inverse is closed and exact: `inverse` gives back the
-image from the final features, bit for bit. The image is held as fixed point; pixels k/256 are held exactly, other
-floats to the last of `fraction_bits`.
+Every operation before the classifier permutes or adds integers, so `inverse` returns the image from the last features, bit
+for bit. The image is held as fixed point: pixels k/256 exactly, other floats rounded to `fraction_bits`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..reverse.coupling import squeeze, unsqueeze
+from .checks import check_input, whole
 from .coupling import CoupledState, CouplingNet
-from .inputs import check_input, whole
 
 
 def branch(channels: int, width: int) -> nn.Sequential:

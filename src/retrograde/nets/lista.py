@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softshrink
 
-from .inputs import check_finite, choice, positive, whole
+from .checks import check_finite, choice, positive, whole
 from .momentum import MomentumNet
 from .revnet import RevNet
 
@@ -52,7 +52,7 @@ def ista(y: Tensor, D: Tensor, lam: float, steps: int) -> Tensor:
 
 
 def step_size(D: Tensor) -> float:
-    """η = 1/‖D‖², the largest step with which ISTA is sure to descend."""
+    """η = 1/‖D‖², the largest step size for which ISTA is proved to descend."""
     return float(1 / torch.linalg.matrix_norm(D.detach().double(), 2) ** 2)
 
 
@@ -94,7 +94,7 @@ class Lista(nn.Module):
     Shape:
         y: (N, d) → x: (N, p).
 
-    A "resnet" and a "momentum" network have the same state_dict. Before training "resnet" is `depth` steps of ISTA.
+    "resnet" and "momentum" have the same state_dict. Before training, "resnet" is `depth` steps of ISTA.
 
     >>> D = torch.randn(4, 8)
     >>> net = Lista(D, lam=0.1, depth=5, form="momentum", gamma=0.5)
@@ -130,7 +130,7 @@ class Lista(nn.Module):
         return self.net(y.new_zeros(len(y), p), y)
 
     def loss(self, y: Tensor) -> Tensor:
-        """The mean Lasso cost of what the network returns: what it is trained on, without knowing solutions."""
+        """The mean Lasso cost of the output: the loss to train on, which needs no solutions."""
         return lasso(self(y), y, self.D, self.lam).mean()
 
     def extra_repr(self) -> str:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.ratio import as_ratios
-from ..memory.modes import MemoryPlan, leanest, parse_memory
+from ..memory.budget import Observer, Scheduler, Stack
+from ..memory.fake import is_fake
+from ..memory.modes import MemoryPlan, parse_memory
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.forward import Pass
 from ..reverse.inputs import check_input, check_output, check_surroundings
@@ -27,7 +29,7 @@ from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
 from ..reverse.replay import Extra
 from ..reverse.residual import Residual
-from ..stack.rectified import whole
+from .relu import whole
 
 Gamma = float | Iterable[float]
 
@@ -94,7 +96,9 @@ class MomentumNet(nn.Module):
         self.memo = Memo()
         self.plan: MemoryPlan | None = None  # of the last pass
         self._memory = memory
-        self._mode, self._budget = parse_memory(memory)
+        mode, budget = parse_memory(memory)
+        self._scheduler = Scheduler(budget)
+        self._stack = Stack("network", Recurrence((), "branch"), mode)
         self.gamma = gamma
 
     @property
@@ -106,8 +110,13 @@ class MomentumNet(nn.Module):
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
         recurrence = Recurrence(as_ratios(gamma, len(self.blocks)), self._form_of_steps, self.range.narrow)
-        _check_reversible(self._mode, recurrence)
-        self.recurrence = recurrence
+        _check_reversible(self._stack.mode, recurrence)
+        self._stack.recurrence = recurrence
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """What the network computes, apart from its blocks."""
+        return self._stack.recurrence
 
     @property
     def form(self) -> str:
@@ -127,7 +136,9 @@ class MomentumNet(nn.Module):
     def memory(self, memory: str | int | float) -> None:
         mode, budget = parse_memory(memory)
         _check_reversible(mode, self.recurrence)
-        self._memory, self._mode, self._budget = memory, mode, budget
+        self._memory = memory
+        self._stack.mode = mode
+        self._scheduler.budget = budget
 
     @property
     def fixed_point(self) -> FixedPoint | str:
@@ -139,7 +150,18 @@ class MomentumNet(nn.Module):
         """x_K, the last x. Extra inputs go to every block."""
         check_input(x)
         extra = Extra(args, kwargs)
-        return self._run(x, extra, self._plan(x, extra)).finish()
+        stack = self._stack
+        if self._scheduler.budget is not None:
+            stack.kind = (
+                self.velocity if isinstance(self.velocity, str | None) else "own",
+                sum(map(whole, self._steps())),
+            )
+            self._scheduler.schedule(self, [stack], (x, *args), kwargs)
+        self.plan = stack.plan_for(x.dtype)
+        run = self._run(x, extra, self.plan.arguments)
+        if stack.recorder is not None:
+            stack.recorder.done()
+        return run.x if is_fake(x) and x.device.type == "cpu" else run.finish()
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
@@ -175,28 +197,39 @@ class MomentumNet(nn.Module):
             )
         return x0
 
-    def _run(self, x0: Tensor, extra: Extra, plan: dict[str, Any]) -> Pass:
+    def _run(self, x0: Tensor, extra: Extra, plan: dict[str, int]) -> Pass:
         """One forward pass."""
         depth = len(self.blocks)
-        settings = {"verify": self.verify, "memo": self.memo, "deferred": self.range.deferred, **plan}
+        fake = is_fake(x0)
+        observer = self._stack.observer(x0)
+        settings: dict[str, Any] = {
+            "verify": "off" if fake else self.verify,
+            "memo": self.memo,
+            "deferred": self.range.deferred,
+            "look": None if observer is None else observer.look,
+            **plan,
+        }
         if not any(self.recurrence.gammas):
-            if plan.get("kept", 0) and torch.is_grad_enabled():
+            if plan.get("kept") and torch.is_grad_enabled() and not fake:
                 check_surroundings()
             self.range.deferred.collect(x0)
-            return self._driven(Pass(Residual(x0, self.form), x0, depth, **settings), extra)
-        check_surroundings()
-        most_guard = self.recurrence.most_guard
-        seen = self.range.begin(x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=most_guard)
+            return self._driven(Pass(Residual(x0, self.form), x0, depth, **settings), extra, observer)
+        if not fake:
+            check_surroundings()
+        overflow, most_guard = "nan" if fake else self.overflow, self.recurrence.most_guard
+        seen = self.range.begin(x0, depth + 1, training=self.training, overflow=overflow, most_guard=most_guard)
         state = Momentum(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
         run = Pass(state, x0, depth, **settings)
-        self._launch(run, extra)
-        self._driven(run, extra)
+        self._launch(run, extra, observer)
+        self._driven(run, extra, observer)
         self.range.learn(run.state.range, self.training, most_guard)
         return run
 
-    def _driven(self, run: Pass, extra: Extra) -> Pass:
-        for block in self._steps():
-            run.step(block, extra, form="block" if whole(block) else None)
+    def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
+        for k, block in enumerate(self._steps()):
+            run.step(
+                block if observer is None else observer.watch(k, block), extra, form="block" if whole(block) else None
+            )
         return run
 
     def _steps(self) -> tuple[Any, ...]:
@@ -208,18 +241,18 @@ class MomentumNet(nn.Module):
             )
         return tuple(self.blocks)
 
-    def _launch(self, run: Pass, extra: Extra) -> None:
+    def _launch(self, run: Pass, extra: Extra, observer: Observer | None = None) -> None:
         """Set v₀, if it is not 0."""
+        if self.velocity is None:
+            return
+        block: Any = self.velocity
+        form = "branch"
         if self.velocity == "first":
-            first = self._steps()[0]
-            run.launch(first, extra, "block" if whole(first) else None)
-        elif self.velocity is not None:
-            run.launch(self.velocity, Extra((), {}), "branch")
-
-    def _plan(self, x: Tensor, extra: Extra) -> dict[str, Any]:
-        """What to keep of this pass, as arguments of it."""
-        self.plan = leanest(self.recurrence, x.dtype, self._mode)
-        return self.plan.arguments
+            block = self._steps()[0]
+            form = "block" if whole(block) else self.recurrence.form
+        else:
+            extra = Extra((), {})
+        run.launch(block if observer is None else observer.watch(-1, block), extra, form)
 
     def extra_repr(self) -> str:
         velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__

@@ -10,9 +10,8 @@ relu(x + f(x)); all but the first keep x's shape. With `gamma` those run as a mo
 
     v ← γ·v + (1−γ)·(block(x) − x)        x ← x + v
 
-and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. With form="relu"
-the steps ask the blocks for f and form relu(x + f) themselves. The
-paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
+and the parameters keep their names: a plain network's state_dict loads into its momentum form and back. The paper's depth 1201 is
+the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..stack.rectified import DEEPEST, rectified
-from .inputs import choice, whole
+from .checks import choice, whole
 from .momentum import MomentumNet
-from .rectified import RectifiedNet
+from .relu import DEEPEST, Rectified, branch_of
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -80,11 +78,7 @@ class Bottleneck(_Block):
 
 
 class Velocity(nn.Module):
-    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2].
-
-    Args:
-        block: keeps the shape of x; its relu after the addition is left out.
-    """
+    """v₀ = f(x₀) with the f of a block of its own, which is learned [sander2021, Sec. 5.2]."""
 
     def __init__(self, block: _Block) -> None:
         super().__init__()
@@ -94,50 +88,75 @@ class Velocity(nn.Module):
         return self.block.branch(x)
 
 
+class RectifiedNet(MomentumNet):
+    """A momentum network of blocks that compute relu(x + f(x)), whose steps ask the blocks for f and form the sum and the relu.
+
+    The blocks still have form "block". A block that is not, or no longer, proved to compute relu(x + f(x)), or that has hooks, runs
+    as it is.
+
+    >>> net = RectifiedNet([BasicBlock(4, 4) for _ in range(3)], gamma=0.5)
+    >>> net.form, net.recurrence.form
+    ('block', 'relu')
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], gamma: Any = 0.9, **options: Any) -> None:
+        super().__init__(blocks, gamma, form="block", **options)
+
+    @property
+    def _form_of_steps(self) -> str:
+        return "relu"
+
+    def _steps(self) -> tuple[Any, ...]:
+        groups = super()._steps()
+        if self.recurrence.form != "relu" or not any(self.recurrence.gammas):
+            return groups
+        return tuple(map(Rectified, groups))
+
+
 class MomentumStage(nn.Sequential):
     """A stage whose blocks that keep their shape run as a momentum network; the parameters are named as in the plain stage.
 
     Args:
         blocks: the stage's blocks.
         gamma: γ.
-        form: "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
-            same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
-            are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
-        options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
+        form: "block": the blocks run whole. "relu": the blocks compute f and the steps form relu(x + f), in fewer passes over
+            memory: the same outputs to the bit, gradients up to rounding, and one bit kept per element and block. None: "relu" if
+            all blocks are proved to compute that and there are at most `DEEPEST` of them, else "block".
+        options: `velocity`, `memory`, `fixed_point`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, **options: Any) -> None:
         super().__init__(*blocks)
         kept = [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
-        other = next((block for block in kept if rectified(block) is None), None)
+        other = next((block for block in kept if branch_of(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
             )
         rectifies = form == "relu" or (form is None and other is None and len(kept) <= DEEPEST)
-        net = None
-        if kept:
-            net = (
-                RectifiedNet(kept, gamma, **options) if rectifies else MomentumNet(kept, gamma, form="block", **options)
-            )
-        self.__dict__["momentum"], self.owner = net, id(self)  # not as a submodule: the blocks are, already
+        net: MomentumNet | None = None
+        if kept and rectifies:
+            net = RectifiedNet(kept, gamma, **options)
+        elif kept:
+            net = MomentumNet(kept, gamma, form="block", **options)
+        self.__dict__["momentum"] = net  # not as a submodule: its blocks are submodules already
+        self.owner = id(self)
 
     @property
     def momentum(self) -> MomentumNet | None:
         """The network of the blocks that keep their shape, as these are now; None if there are none."""
         net = self.__dict__["momentum"]
-        if net is not None:
-            if self.__dict__.get("owner") != id(
-                self
-            ):  # a copy that shares it (a replica, say) would run another's blocks
-                rest = [module for module in net.modules() if module not in (net, net.blocks)]
-                net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
-                self.owner = id(self)
-            kept = list(self)[self.first :]
-            if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
-                net.blocks = nn.ModuleList(kept)
-            net.training = self.training  # train() and eval() do not reach it
+        if net is None:
+            return None
+        if self.__dict__.get("owner") != id(self):  # a copy (a replica, say) that shares it would run another's blocks
+            rest = [module for module in net.modules() if module not in (net, net.blocks)]
+            net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
+            self.owner = id(self)
+        kept = list(self)[self.first :]
+        if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
+            net.blocks = nn.ModuleList(kept)
+        net.training = self.training  # train() and eval() do not reach it
         return net
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,8 +176,8 @@ class ResNet(nn.Module):
         stem: "imagenet": 7×7, stride 2, and pooling; "cifar": 3×3.
         classes: outputs.
         gamma: None for the plain network, else γ of the momentum stages.
-        options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
-            (`Velocity`); the others start as without.
+        options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage one block more, whose f makes v₀
+            (`Velocity`). It does not change the initial weights of the other blocks.
 
     >>> import torch
     >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
@@ -188,17 +207,12 @@ class ResNet(nn.Module):
             stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
             self.add_module(f"layer{i + 1}", stage)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, whole("classes", classes))
-        _start(self)
-        if learned:
-            self._learn(block, width)
-
-    def _learn(self, block: type[BasicBlock] | type[Bottleneck], width: int) -> None:
-        """A block for the v₀ of each momentum stage."""
+        _initialise(self)
         for i, stage in enumerate(self.stages()):
-            if isinstance(stage, MomentumStage) and stage.momentum is not None:
+            if learned and isinstance(stage, MomentumStage) and stage.momentum is not None:
                 inner = width * 2**i
                 velocity = Velocity(block(inner * block.expansion, inner))
-                _start(velocity)
+                _initialise(velocity)
                 self.add_module(f"velocity{i + 1}", velocity)
                 stage.momentum.velocity = velocity
 
@@ -207,7 +221,7 @@ class ResNet(nn.Module):
         for i, stage in enumerate(self.stages()):
             velocity, net = getattr(self, f"velocity{i + 1}", None), getattr(stage, "momentum", None)
             if velocity is not None and net is not None and net.velocity is not velocity:
-                net.velocity = velocity  # another one was put in its place, or this is a replica
+                net.velocity = velocity  # somebody replaced it, or this is a replica
             x = stage(x)
         return self.fc(self.avgpool(x).flatten(1))
 
@@ -268,7 +282,7 @@ def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
     return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
 
 
-def _start(module: nn.Module) -> None:
+def _initialise(module: nn.Module) -> None:
     for m in module.modules():
         if isinstance(m, nn.Conv2d):
             nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
@@ -279,7 +293,7 @@ def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _shortcut(channels: int, width: int, stride: int) -> nn.Module | None:
-    """None where x itself will do."""
+    """None where x already has the shape of f(x)."""
     if stride == 1 and channels == width:
         return None
     return nn.Sequential(_conv(channels, width, 1, stride), nn.BatchNorm2d(width))

@@ -3,10 +3,9 @@
     v ← v + φ(x)        x ← x + ψ(v)
     x ← x − ψ(v)        v ← v − φ(x)
 
-v is the first half of the channels and x the second. The backward pass replays each half's block on the same tape as
-a momentum network, so gradients have the bits of stored activations. Unlike a Momentum ResNet it needs two functions per
-layer on half of the channels, so it does not take a ResNet's parameters, and its iterations have no attracting fixed
-points [sander2021, Prop. 1].
+v is the first half of the channels and x the second. A RevNet is a `CouplingNet`, so gradients have the bits of stored
+activations. Unlike a Momentum ResNet it needs two functions per layer on half of the channels, so it does not take a ResNet's
+parameters, and its fixed points never attract [sander2021, Prop. 1].
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from .checks import modules
 from .coupling import CouplingNet
-from .inputs import modules
 from .resnet import BasicBlock, ResNet, resnet
 
 
@@ -75,8 +74,8 @@ def parameters(*nets: nn.Module) -> int:
 def rev_resnet(depth: int, *, size: str = "imagenet", classes: int | None = None, **options: Any) -> ResNet:
     """A RevNet with the parameters of ResNet-`depth`, stage by stage, to 1 %.
 
-    The blocks that change the shape stay; those that keep it become a `RevNet` on two halves of the channels, with as many pairs of
-    φ and ψ, about as wide inside as the blocks they replace, as come nearest; their inner width then takes up the rest.
+    The blocks that change the shape stay. Those that keep it become a `RevNet` on two halves of the channels. The number of pairs
+    of φ and ψ is the one that comes nearest at the inner width of the blocks; then the inner width is adjusted.
 
     Args:
         depth, size, classes: as in `resnet`.
@@ -86,7 +85,8 @@ def rev_resnet(depth: int, *, size: str = "imagenet", classes: int | None = None
     for i, stage in enumerate(net.stages()):
         kept: list[Any] = [block for block in stage if block.downsample is None]
         changing = [block for block in stage if block.downsample is not None]
-        channels, width, kernels = kept[0].conv1.in_channels // 2, kept[0].conv1.out_channels, _kernels(kept[0])
+        channels, width = kept[0].conv1.in_channels // 2, kept[0].conv1.out_channels
+        kernels = (3, 3) if isinstance(kept[0], BasicBlock) else (1, 3, 1)
         wanted = parameters(*kept)
         pairs = max(1, round(wanted / (2 * _size(channels, width, kernels))))
         width = min(range(1, 4 * width), key=lambda w: abs(2 * pairs * _size(channels, w, kernels) - wanted))
@@ -111,7 +111,3 @@ def _layers(channels: int, width: int, kernels: tuple[int, ...]) -> Iterator[tup
 def _size(channels: int, width: int, kernels: tuple[int, ...]) -> int:
     """Parameters of `half`."""
     return sum(c * w * kernel**2 + 2 * w for c, w, kernel in _layers(channels, width, kernels))
-
-
-def _kernels(block: nn.Module) -> tuple[int, ...]:
-    return (3, 3) if isinstance(block, BasicBlock) else (1, 3, 1)

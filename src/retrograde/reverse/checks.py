@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..arithmetic.hash import digest
+from ..arithmetic.hash import digest, words
+from ..arithmetic.kernels import kernels_for
 from ..errors import ReplayError
 from .deferred import Deferred, check_capturable
 from .replay import WHEN_NOT_REPEATED, Call
@@ -31,7 +32,9 @@ from .replay import WHEN_NOT_REPEATED, Call
 CHOICES = ("auto", "strict", "off")
 SAMPLE = 1024
 """Elements of each tensor that "auto" hashes."""
-AFTERWARDS = "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
+AFTERWARDS = (
+    "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
+)
 
 
 class Checks:
@@ -47,7 +50,8 @@ class Checks:
         self.deferred = deferred
         self.strict = verify == "strict"
         self.names: dict[int, str] = {}
-        self.picked: dict[int, list[int]] = {}
+        self.picked: dict[int, list[Picked]] = {}
+        self.kernels = kernels_for(torch.empty(0, device=device))
         # 16 bytes apart: aligned as kernels like it. The last one is of the rewound state
         self.noted = torch.zeros(blocks + 2, 2, dtype=torch.int64, device=device)
         self.slots = self.noted[:, 0].unbind()
@@ -113,23 +117,26 @@ class Checks:
         names = tuple(self.names.items())
         self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names), names)
 
-    @torch.no_grad()
     def _add(self, k: int, saved: list[Tensor], y: Any, into: Tensor, sign: int) -> None:
         """Add sign times the fingerprint to `into`."""
-        tensors = [saved[index] for index in self.picked[k]]
         if self.strict:
+            tensors = [saved[index] for index, *_ in self.picked[k]]
             tensors = [*tensors, y] if isinstance(y, Tensor) and not _undefined(y) else tensors
             for seed, t in enumerate(tensors):
                 digest(_local(t), into, seed, sign)
             return
         samples: dict[torch.dtype, list[Tensor]] = {}
-        for t in tensors:
-            samples.setdefault(t.dtype, []).append(_sample(_local(t)))
+        for index, size, step in self.picked[k]:
+            t = saved[index].detach()
+            t = t.as_strided(size, step) if type(t) is Tensor and step else _local(t).reshape(-1)[:SAMPLE]
+            samples.setdefault(t.dtype, []).append(t)
         for seed, some in enumerate(samples.values()):
-            digest(some[0] if len(some) == 1 else torch.cat(some), into, seed, sign)
+            self.kernels.digest(words(torch.cat(some)), into, seed, sign)
 
 
-_NOT_REWOUND = "the network did not rewind to its start: some block, run again in backward, gave another output than in forward."
+_NOT_REWOUND = (
+    "the network did not rewind to its start: some block, run again in backward, gave another output than in forward."
+)
 
 
 def _judge(names: tuple[tuple[int, str], ...], wrong: Tensor, when: str) -> None:
@@ -140,28 +147,31 @@ def _judge(names: tuple[tuple[int, str], ...], wrong: Tensor, when: str) -> None
     raise ReplayError(f"the gradients of {when} backward pass are wrong: {what} {WHEN_NOT_REPEATED} {AFTERWARDS}")
 
 
-def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[int]:
-    """Which of the saved tensors make the fingerprint. Looked up by their shapes, once they are known."""
+Picked = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The index of a saved tensor, and size and step of a sample spread evenly over its memory (none where that has gaps)."""
+
+
+def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
+    """Which of the saved tensors make the fingerprint. Looked up by how they are laid out, once they are known."""
     known = call.parts.fingerprints
-    kind = tuple(t.shape for t in saved)
-    if kind not in known:
-        known[kind] = _picked(call, x, saved)
-    return known[kind]
+    kind = tuple([(t.shape, t.stride()) for t in saved])
+    found = known.get(kind)
+    if found is None:
+        found = known[kind] = _picked(call, x, saved)
+    return found
 
 
-def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[int]:
+def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
     if any(_has_undefined(m) for m in call.parts.modules):
         return []
     statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
     others = [t for t in (*call.parts.watched, *statistics, x) if _plain(t)]
     excluded = {t.untyped_storage()._cdata for t in others}
-    found: list[int] = []
+    found: list[Picked] = []
     seen: set[tuple[Any, ...]] = set()
-    for index, t in enumerate(saved):
-        t = _local(t)
-        if not _plain(t) or t.is_meta or t.is_quantized or _undefined(t) or not t.numel():
-            continue
-        if t.device != x.device:
+    for index, whole in enumerate(saved):
+        t = _local(whole)
+        if not _plain(t) or t.is_meta or t.is_quantized or _undefined(t) or not t.numel() or t.device != x.device:
             continue
         storage = t.untyped_storage()
         where = (t.data_ptr(), t.shape, t.stride())
@@ -170,7 +180,9 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[int]:
         if any(_same(t, s) for s in statistics):
             continue
         seen.add(where)
-        found.append(index)
+        step = max(t.numel() // SAMPLE, 1)
+        even = _dense(t) and whole is t and not (t.is_complex() or t.is_neg())
+        found.append((index, (-(-t.numel() // step),), (step,)) if even else (index, (), ()))
     return found
 
 
@@ -197,18 +209,11 @@ def _undefined(t: Tensor) -> bool:
     """Whether it may be a library's: bytes in a row, or the place of a generator, which attention without dropout leaves undefined."""
     if t.dtype.is_floating_point:
         return False
-    return t.dtype == torch.uint64 or (t.dtype == torch.uint8 and t.dim() == 1) or (t.dtype == torch.int64 and t.dim() == 0)
-
-
-def _sample(t: Tensor) -> Tensor:
-    """At most `SAMPLE` elements, evenly spread over the tensor's memory."""
-    if t.is_conj() or t.is_neg():
-        t = t.resolve_conj().resolve_neg()
-    size = t.numel()
-    if not _dense(t):
-        return t.reshape(-1)[:: max(size // SAMPLE, 1)]
-    step = max(size // SAMPLE, 1)
-    return t.as_strided((-(-size // step),), (step,))
+    return (
+        t.dtype == torch.uint64
+        or (t.dtype == torch.uint8 and t.dim() == 1)
+        or (t.dtype == torch.int64 and t.dim() == 0)
+    )
 
 
 def _dense(t: Tensor) -> bool:
@@ -216,4 +221,3 @@ def _dense(t: Tensor) -> bool:
     if t.is_contiguous():
         return True
     return t.numel() == 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-

@@ -12,15 +12,14 @@ buffer. Between two blocks both streams may be rearranged from space to channels
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.hash import digest
-from .range import PassRange, shifted, unshifted
+from .integers import Integers
+from .range import PassRange
 
 
 @dataclass(frozen=True)
@@ -107,139 +106,81 @@ class CouplingGradient:
         return a + b.to(self.dtype)
 
 
-class Coupling:
+class Coupling(Integers):
     """The streams v and x of one forward pass; a `scheme.State`. Both have the same fixed point."""
 
-    tokens = 2
+    names = ("v", "x")
     entered = 2
-    reversible = True
 
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange) -> None:
+        super().__init__(x0, seen)
         self.recurrence = recurrence
-        self.range = seen
-        self.dtype = x0.dtype
         self.at = 0
-        self.shifts: dict[int, tuple[FixedPoint, list[Tensor]]] = {}
-        scaled = [half.detach().to(seen.fixed.work) * 2.0**seen.fixed.bits for half in halves(x0, recurrence.dim)]
-        self._look(0, *scaled)
+        scale = 2.0**seen.fixed.bits
+        v, x = (half.detach().to(seen.fixed.work) * scale for half in halves(x0, recurrence.dim))
+        self._note(0, v, x)
         if not seen.fits(0):
             seen.refuse(0)
-        self.streams = [torch.round(half).to(seen.fixed.dtype) for half in scaled]
-        if max(recurrence.squeezes) > 1:  # a squeeze and its inverse set the strides: have the same from the start
-            self.streams = [_fresh(q) for q in self.streams]
+        # a squeeze and its inverse set the strides: have the same from the start
+        fresh = _fresh if max(recurrence.squeezes) > 1 else lambda q: q
+        self.v = fresh(torch.round(v).to(seen.fixed.dtype))
+        self.x = fresh(torch.round(x).to(seen.fixed.dtype))
         self.blank = torch.zeros((), dtype=seen.fixed.work, device=x0.device)
-        self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.streams[0].shape)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a stream takes fewer bytes than as a float."""
-        return self.streams[0].element_size() < self.dtype.itemsize
-
-    @property
-    def fixed(self) -> FixedPoint:
-        return self.range.fixed
-
-    @property
-    def x(self) -> Tensor:
-        """The integers of the next block's input."""
-        return self.streams[1 - self.at % 2]
+        self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.x.shape)
 
     def token(self) -> Tensor:
-        return self.blank.expand(self.streams[0].shape)
+        return self.blank.expand(self.x.shape)
 
     def token_of(self, k: int) -> int:
         return 1 - k % 2
 
+    def input_name(self, k: int) -> str:
+        return "v" if k % 2 else "x"
+
     def read(self) -> Tensor:
         """The next block's input: x for φ, v for ψ."""
-        return self._float(1 - self.at % 2)
+        return self.decoded(self.input_name(self.at))
 
     def rest(self) -> Tensor:
         """v and x in one, as the input was."""
-        return torch.cat([self._float(0), self._float(1)], self.recurrence.dim)
+        return torch.cat([self.decoded("v"), self.decoded("x")], self.recurrence.dim)
 
-    def advance(self, k: int, y: Tensor) -> Tensor:
-        """Add block k's output to the stream that it moves; the next block's input, which is that stream."""
-        self._add(k, y)
-        if not self.range.fits(k + 1):
-            self._widen(k, y)
-        self.streams = [squeeze(q, self.recurrence.squeezes[k]) for q in self.streams]
+    def take(self, k: int, y: Tensor) -> Tensor:
+        """Add block k's output to the stream that it moves, which is the next block's input."""
+        moved = self.input_name(k + 1)
+        getattr(self, moved).add_(self._step(y))
+        self._note(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, getattr(self, moved))
+        self._rearrange(squeeze, k)
         self.at = k + 1
-        return self._float(k % 2)
+        return self.decoded(moved)
 
-    def pull(self, k: int) -> Tensor:
-        """First half of undoing step k: undo the squeeze."""
-        self.streams = [unsqueeze(q, self.recurrence.squeezes[k]) for q in self.streams]
-        if k not in self.shifts:
-            return self._float(1 - k % 2)
-        before, rests = self.shifts[k]
-        read = 1 - k % 2
-        return before.decode(unshifted(self.streams[read], rests[read], before.bits - self.fixed.bits), self.dtype)
-
-    def retreat(self, k: int, y: Tensor) -> None:
-        """Second half: subtract what block k gave."""
-        self.streams[k % 2].sub_(self._step(y))
-        if k in self.shifts:
-            before, rests = self.shifts[k]
-            by = before.bits - self.fixed.bits
-            self.streams = [unshifted(q, rest, by) for q, rest in zip(self.streams, rests, strict=True)]
-            self.range.fixed = before
+    def draw(self, k: int, out: Tensor | None) -> None:
+        self._rearrange(unsqueeze, k)
         self.at = k
+        if out is not None:
+            out.set_(self.decoded(self.input_name(k)))  # type: ignore[call-overload] # a squeeze changes its shape
 
-    def recede(self, k: int, y: Tensor) -> Tensor:
-        self.retreat(k, y)
-        return self.pull(k - 1)
+    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        getattr(self, self.input_name(k + 1)).sub_(self._step(y))
+        if out is not None:
+            self.draw(k - 1, out)
 
-    def first_range(self, x0: Tensor) -> PassRange:
-        """A range like that with which this pass began."""
-        return self.range.again(x0, self.shifts[min(self.shifts)][0] if self.shifts else self.fixed)
+    def reach(self, k: int, f: float) -> tuple[float, float]:
+        largest = max(float(self.v.abs().amax()), float(self.x.abs().amax())) * 2.0**-self.fixed.bits
+        return largest + f, 0.0
 
-    def hash(self) -> Tensor:
-        return digest(self.streams[1], digest(self.streams[0]), 1)
-
-    def fork(self) -> Coupling:
-        other = copy.copy(self)
-        other.streams = [q.clone() for q in self.streams]
-        other.range = copy.copy(self.range)
-        other.shifts = dict(self.shifts)
-        return other
-
-    def free(self) -> None:
-        self.shifts = {}
-        del self.streams
-
-    def _float(self, stream: int) -> Tensor:
-        return self.fixed.decode(self.streams[stream], self.dtype)
+    def _rearrange(self, how: Callable[[Tensor, int], Tensor], k: int) -> None:
+        r = self.recurrence.squeezes[k]
+        self.v = how(self.v, r)
+        self.x = how(self.x, r)
 
     def _step(self, y: Tensor) -> Tensor:
-        """y as integers; 0 where it is NaN or beyond them, so that `retreat` takes off what `advance` added even then."""
+        """y as integers; 0 where it is NaN or beyond them, so that `undo` takes off what `take` added even then."""
         step = torch.round(y.detach().to(self.fixed.work) * 2.0**self.fixed.bits)
         return torch.where(step.abs() <= self.fixed.limit, step, 0).to(self.fixed.dtype)
 
-    def _add(self, k: int, y: Tensor) -> None:
-        moved = self.streams[k % 2]
-        moved.add_(self._step(y))
-        self._look(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, moved)
-
-    def _widen(self, k: int, y: Tensor) -> None:
-        """Step k left the range. Undo it, shift both streams to a wider range, take it again."""
-        f = y.detach().abs().amax()
-        if self.range.given or not f.isfinite():
-            self.range.refuse(k + 1)
-            return
-        before = self.fixed
-        self.streams[k % 2].sub_(self._step(y))
-        x = max(float(q.abs().amax()) for q in self.streams) * 2.0**-before.bits
-        self.range.fixed = self.range.widened(x + float(f), 0.0)
-        pairs = [shifted(q, before.bits - self.fixed.bits) for q in self.streams]
-        self.streams = [high for high, _ in pairs]
-        self.shifts[k] = (before, [rest for _, rest in pairs])
-        self._add(k, y)
-        if not self.range.fits(k + 1):
-            self.range.refuse(k + 1)
-
-    def _look(self, row: int, *values: Tensor) -> None:
-        """Note the largest magnitude; what is NaN stays NaN."""
+    def _note(self, row: int, *values: Tensor) -> None:
+        """The largest magnitude; what is NaN stays NaN."""
         ends = [end.to(self.fixed.work).abs() for v in values if v.numel() for end in torch.aminmax(v)]
         if ends:
             self.range.rows[row].copy_(torch.stack(ends).amax())

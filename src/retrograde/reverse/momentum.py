@@ -17,7 +17,6 @@ The step is linear in x and v, so its gradient needs no values. With s = gx + gv
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,14 +27,13 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.buffers import buffers
-from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.hash import digest
-from ..arithmetic.kernels import kernels_for, with_address
+from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
-from ..arithmetic.reference import carried, scaled, unpacked
+from ..arithmetic.reference import carried, packed, scaled, unpacked
 from ..errors import ReplayError
+from .integers import Integers
 from .nodes import SameThread, keeps_graph, traced
-from .range import MOST_GUARD, PassRange, shifted, unshifted
+from .range import MOST_GUARD, PassRange
 
 FORMS = ("branch", "block", "relu")
 """By number in the kernels."""
@@ -64,7 +62,9 @@ class Recurrence:
         The entry after the last is for v's own gradient.
         """
         less = self.form != "branch"
-        units = [(gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors]
+        units = [
+            (gamma / factor, (1 - factor if less else 1.0) / factor, 1 / factor) for *_, gamma, factor in self.factors
+        ]
         return [*units, (1.0, 0.0, 0.0)]
 
     @cached_property
@@ -174,7 +174,9 @@ class MomentumGradient:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def _launched(self, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[list[Tensor | None], Tensor | None]:
+    def _launched(
+        self, p: Tensor | None, h: Tensor | None, d: Tensor | None
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Of the step that set v₀ = f(x₀)."""
         gx = add(p, d, self.dtype)
         if h is None:
@@ -219,23 +221,7 @@ def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None
     return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
 
 
-@dataclass
-class Shift:
-    """Where the range was widened before a step: the fixed point before it, and the bits that were shifted out."""
-
-    before: FixedPoint
-    after: FixedPoint
-    rest_x: Tensor
-    rest_v: Tensor
-
-    @property
-    def by(self) -> tuple[int, int]:
-        """Bits that x and v were shifted by."""
-        before, after = self.before, self.after
-        return before.bits - after.bits, before.bits + before.guard - after.bits - after.guard
-
-
-class Momentum:
+class Momentum(Integers):
     """x, v and the information buffers of one forward pass; a `scheme.State`.
 
     Args:
@@ -244,43 +230,25 @@ class Momentum:
         reversible: keep every buffer, so that the steps can be undone; otherwise only the current one.
     """
 
-    tokens = 2
-    entered = 1
+    names = ("v", "x")
+    guarded = ("v",)
 
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
+        super().__init__(x0, seen, reversible=reversible)
         self.recurrence = recurrence
-        self.range = seen
-        self.reversible = reversible
-        self.dtype = x0.dtype
         self.begins = recurrence.begins
         self.buffers: list[Tensor | None] = []
-        self.shifts: dict[int, Shift] = {}
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
-        self.kernels = kernels_for(x0)
-        fixed = seen.fixed
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
-        dtype = x0.dtype if x0.dtype == torch.bfloat16 else fixed.work
+        dtype = x0.dtype if x0.dtype == torch.bfloat16 else seen.fixed.work
         thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
         self.gradient = MomentumGradient(recurrence, dtype, self.kernels, thread)
         self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
-        x0 = x0.detach()
-        self.x = torch.empty_like(x0, dtype=fixed.dtype)
-        self.start: Tensor | None = self._float()
-        self.kernels.encode(x0, 2.0**fixed.bits, 2.0**-fixed.bits, self.x, self.start, seen.rows[0], 1)
-        if not seen.fits(0):
-            seen.refuse(0)
+        self.x = torch.empty_like(x0.detach(), dtype=seen.fixed.dtype)
         self.v = torch.zeros_like(self.x)
         self.gradient.strides = self.x.stride()
-
-    @property
-    def fixed(self) -> FixedPoint:
-        """The fixed point of x and v now."""
-        return self.range.fixed
-
-    @property
-    def narrow(self) -> bool:
-        """Whether x takes fewer bytes than as a float."""
-        return self.x.element_size() < self.dtype.itemsize
+        self.start: Tensor | None = self.float()  # x₀ decoded, until the pass takes it
+        self._encode(x0.detach(), self.x, self.start, column=1)
 
     def token(self) -> Tensor:
         return self.blank.detach()
@@ -289,16 +257,12 @@ class Momentum:
         return 0
 
     def read(self) -> Tensor:
-        """x as a float."""
-        out, self.start = self.start, None  # x₀ is decoded already, when the pass begins
-        if out is None:
-            out = self._float()
-            self.kernels.decode(self.x, 2.0**-self.fixed.bits, out)
-        return out
+        out, self.start = self.start, None
+        return self.decoded("x") if out is None else out
 
     def rest(self) -> Tensor:
         """v as a float."""
-        return self._float().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
+        return self.float().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
 
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Take step k; with k = −1, set v to f of an output y."""
@@ -308,79 +272,61 @@ class Momentum:
             dtype = self.begins[k]
             self.buffers = self.buffers if self.reversible else []
             self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
-        out = self._float()
+        return super().advance(k, y)
+
+    def take(self, k: int, y: Tensor) -> Tensor:
+        out = self.float()
+        gradient = self.gradient
+        gradient.output_dtypes[k] = y.dtype
         mask = None
-        if self.gradient.form_of(k) == 2:
+        if gradient.form_of(k) == 2:
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
-            self.gradient.masks[k] = mask
-        self.gradient.output_dtypes[k] = y.dtype
-        self._take(k, y, out, mask)
-        if not self.range.fits(k + 1):
-            self._widen(k, y, out, mask)
+            gradient.masks[k] = mask
+        arguments = self._arguments(k, y)
+        self.kernels.advance(
+            self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, self.range.rows[k + 1], mask
+        )
         return out
 
-    def pull(self, k: int) -> Tensor:
-        """First half of undoing step k; with k = −1, the input that v₀ was made of (nothing is undone)."""
-        out = self._float()
-        if k < 0:
-            shift = self.shifts.get(k)
-            x = self.x if shift is None else unshifted(self.x, shift.rest_x, shift.by[0])
-            self.kernels.decode(x, 2.0 ** -(self.fixed if shift is None else shift.before).bits, out)
-            return out
+    def draw(self, k: int, out: Tensor | None) -> None:
+        out = self.float() if out is None else out
         self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
-        if k in self.shifts:
-            shift = self.shifts[k]
-            self.x = unshifted(self.x, shift.rest_x, shift.by[0])
-            self.kernels.decode(self.x, 2.0**-shift.before.bits, out)
-        return out
 
-    def retreat(self, k: int, y: Tensor) -> None:
-        self._retreat(k, y, None)
+    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._arguments(k, y), self.fixed.guard, out)
 
-    def recede(self, k: int, y: Tensor) -> Tensor:
-        if k in self.shifts or k - 1 in self.shifts:
-            self._retreat(k, y, None)
-            return self.pull(k - 1)
-        out = self._float()
-        self._retreat(k, y, out)
-        return out
-
-    def _take(self, k: int, y: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        buffer, arguments, guard = self.buffers[-1], self._step(k, y), self.fixed.guard
-        self.kernels.advance(self.x, self.v, buffer, *arguments, guard, out, self.range.rows[k + 1], mask)
-
-    def _retreat(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        shift = self.shifts.get(k)
-        x = self.x if shift is None else shifted(self.x, shift.by[0])[0]
-        self.kernels.retreat(x, self.v, self.buffers[-1], *self._step(k, y), self.fixed.guard, out)
-        if shift is not None:
-            self.v = unshifted(self.v, shift.rest_v, shift.by[1])
-            self.range.fixed = shift.before
+    def end(self, k: int) -> None:
+        super().end(k)
         if k in self.begins:
             self.leftover = self.buffers.pop()
 
-    def _widen(self, k: int, y: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        """Step k left the range. Undo it, shift the state to a wider range, take it again."""
-        f = float(y.detach().abs().amax())
-        if self.range.given or not math.isfinite(f):
-            self.range.refuse(k + 1)
-            return
-        before = self.fixed
-        self.kernels.pull(self.x, self.v, 2.0**-before.bits, before.guard, out)
-        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._step(k, y), before.guard, None)
-        x = float(self.x.abs().amax()) * 2.0**-before.bits
-        v = float(self.v.abs().amax()) * 2.0 ** -(before.bits + before.guard)
+    def reach(self, k: int, f: float) -> tuple[float, float]:
+        x = float(self.x.abs().amax()) * 2.0**-self.fixed.bits
+        v = float(self.v.abs().amax()) * 2.0 ** -(self.fixed.bits + self.fixed.guard)
         _, _, gamma, factor = self.recurrence.factors[k]
         v1 = gamma * v + factor * (f + (x if self.gradient.form_of(k) else 0.0))
-        shift = Shift(before, self.range.widened(x + v1, v1), self.x, self.v)
-        self.x, shift.rest_x = shifted(self.x, shift.by[0])
-        self.v, shift.rest_v = shifted(self.v, shift.by[1])
-        if self.reversible:
-            self.shifts[k] = shift
-        self.range.fixed = shift.after
-        self._take(k, y, out, mask)
-        if not self.range.fits(k + 1):  # x does not fit its float
-            self.range.refuse(k + 1)
+        return x + v1, v1
+
+    def rewound(self, v0: Tensor | None) -> bool:
+        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
+        moved = self.v if v0 is None else self.v - v0
+        return not moved.any() and (self.leftover is None or not self.leftover.any())
+
+    def copy(self) -> Momentum:
+        other: Momentum = super().copy()
+        other.buffers = [None if b is None else b.clone() for b in self.buffers]
+        return other
+
+    def fork(self) -> Momentum:
+        other: Momentum = super().fork()
+        other.buffers = other.buffers[-1:]
+        return other
+
+    def free(self) -> None:
+        super().free()
+        self.buffers = []
+        self.leftover = None
+        self.start = None
 
     def _launch(self, y: Tensor) -> Tensor:
         """Set v to f of y, an output on x₀."""
@@ -392,68 +338,24 @@ class Momentum:
             seen = x0.to(self.fixed.work)
             if form == 2:
                 v0 = torch.relu((seen + v0.to(seen.dtype)).to(v0.dtype))
-                bits = torch.empty_like(self.x, dtype=torch.uint8).copy_(~(v0 <= 0)).as_strided((self.x.numel(),), (1,))
-                eights = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-                gradient.masks[-1] = (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+                gradient.masks[-1] = packed(~(v0 <= 0), self.x)
             v0 = v0.to(seen.dtype) - seen
-        fixed = self.fixed
-        if not self.range.given and self.range.looks and v0.numel() and bool(v0.isfinite().all()):
-            x = float(self.x.abs().amax()) * 2.0**-fixed.bits
-            fixed = self.range.widened(x, float(v0.abs().amax()))
-            if fixed != self.fixed:
-                shift = Shift(self.fixed, fixed, self.x, self.v)
-                self.x, shift.rest_x = shifted(self.x, shift.by[0])
-                self.shifts[-1] = shift
-                self.range.fixed = fixed
+        if self.range.looks and not self.range.given and v0.numel() and bool(v0.isfinite().all()):
+            x, v = float(self.x.abs().amax()) * 2.0**-self.fixed.bits, float(v0.abs().amax())
+            if self.range.widened(x, v) != self.fixed:
+                self.widen(-1, x, v)
                 x0 = self.read()
-        scale = 2.0 ** (fixed.bits + fixed.guard)
-        self.kernels.encode(v0, scale, 2.0**-fixed.bits, self.v, None, self.range.rows[0], 0)
-        if not self.range.fits(0):
-            self.range.refuse(0)
+        self._encode(v0, self.v, None, column=0, guard=self.fixed.guard)
         return x0
 
-    def hash(self) -> Tensor:
-        return digest(self.v)
-
-    def rewound(self, v0: Tensor | None) -> bool:
-        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
-        moved = self.v if v0 is None else self.v - v0
-        return not moved.any() and (self.leftover is None or not self.leftover.any())
-
-    def first_range(self, x0: Tensor) -> PassRange:
-        """At layer 0: a range like that with which this pass began."""
-        launched = self.shifts.get(-1)
-        return self.range.again(x0, self.fixed if launched is None else launched.before)
-
-    def copy(self) -> Momentum:
-        """A copy that can be moved alone."""
-        other = copy.copy(self)
-        other.x = self.x.clone()
-        other.v = self.v.clone()
-        other.range = copy.copy(self.range)
-        other.shifts = dict(self.shifts)
-        other.buffers = [None if b is None else b.clone() for b in self.buffers]
-        return other
-
-    def fork(self) -> Momentum:
-        other = self.copy()
-        other.reversible = False
-        other.buffers = other.buffers[-1:]
-        other.shifts = {}
-        return other
-
-    def free(self) -> None:
-        self.buffers = []
-        self.shifts = {}
-        self.leftover = None
-        self.start = None
-        del self.x, self.v
-
-    def _float(self) -> Tensor:
-        return torch.empty_like(self.x, dtype=self.dtype)
-
-    def _step(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
-        n, d, _, factor = self.recurrence.factors[k]
+    def _encode(self, x: Tensor, q: Tensor, out: Tensor | None, column: int, guard: int = 0) -> None:
         fixed = self.fixed
-        scale = factor * 2.0 ** (fixed.bits + fixed.guard)
-        return with_address(y.detach()), self.dtype, n, d, scale, 2.0**-fixed.bits, self.gradient.form_of(k)
+        self.kernels.encode(x, 2.0 ** (fixed.bits + guard), 2.0**-fixed.bits, q, out, self.range.rows[0], column)
+        if not self.range.fits(0):
+            self.range.refuse(0)
+
+    def _arguments(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
+        """Of the kernels: y, the dtype of x̃, n, d, scale, unit and form."""
+        n, d, _, factor = self.recurrence.factors[k]
+        scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
+        return with_address(y.detach()), self.dtype, n, d, scale, 2.0**-self.fixed.bits, self.gradient.form_of(k)

@@ -43,7 +43,7 @@ class Parts:
         self.settled = not any(map(is_lazy, tensors))
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
         self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
-        self.fingerprints: dict[Any, list[int]] = {}  # by what the block saves: which tensors are compared (`checks`)
+        self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
     def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
@@ -55,7 +55,9 @@ class Parts:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
         """
         own = [of for of, _ in self.statistics]
-        replay = [{name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics]
+        replay = [
+            {name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics
+        ]
         if not self.unchanged():
             modes = [(m.__dict__, {"training": was}) for m, was in zip(self.modules, self.training, strict=True)]
             before = [*modes, *self.buffers, *self.registered]

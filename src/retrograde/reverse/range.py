@@ -85,7 +85,9 @@ def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
     if by >= 8 * q.element_size() - 2:
         return torch.zeros_like(q), q.clone()
     high = (q + ((1 << by) >> 1)) >> by
-    narrow = next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1)
+    narrow = next(
+        dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1
+    )
     return high, (q - (high << by)).to(narrow)
 
 
@@ -202,7 +204,9 @@ class Range:
 
     def __init__(self, setting: Any = "auto") -> None:
         if setting not in ("auto", "int16") and not isinstance(setting, FixedPoint):
-            raise ValueError(f"fixed_point must be 'auto', 'int16' or a retrograde.FixedPoint(bits, dtype); got {setting!r}.")
+            raise ValueError(
+                f"fixed_point must be 'auto', 'int16' or a retrograde.FixedPoint(bits, dtype); got {setting!r}."
+            )
         self.setting = setting
         self.narrow = setting == "int16" or (isinstance(setting, FixedPoint) and setting.dtype == torch.int16)
         self.found: dict[tuple[torch.dtype, bool], FixedPoint] = {}
@@ -277,7 +281,9 @@ class Range:
                 check_range(rows, fixed, limits)
         elif not given:
             v, x = (max(column) for column in zip(*rows, strict=True))
-            self._note(fixed, x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard), rows[0][1], training, most_guard)
+            self._note(
+                fixed, x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard), rows[0][1], training, most_guard
+            )
 
     def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
         known = (used.dtype, training) in self.found

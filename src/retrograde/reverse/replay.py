@@ -119,7 +119,10 @@ class Call:
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         own, replay = self.parts.exchanged(fresh=grad)
-        original = [{name: entries[name] for name in other if name in entries} for entries, other in zip(own, replay, strict=True)]
+        original = [
+            {name: entries[name] for name in other if name in entries}
+            for entries, other in zip(own, replay, strict=True)
+        ]
         surroundings = self._autocast_as_it_was(x)
         try:  # NOTE 4
             try:
@@ -145,7 +148,9 @@ class Call:
     def refuse_writes(self) -> None:
         """Raise if the block wrote to its input, which is to be kept as it was."""
         if self.writes:
-            raise ReplayError(f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it.")
+            raise ReplayError(
+                f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
+            )
 
     def _autocast_as_it_was(self, x: Tensor) -> Any:
         now = _autocast_state(x.device.type)

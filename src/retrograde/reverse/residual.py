@@ -21,11 +21,12 @@ class Residual:
     def advance(self, k: int, y: Tensor) -> Tensor:
         x = self.x
         if self.form == "relu":
-            self.x = (x + y).to(y.dtype).relu_()  # the sum has y's dtype, as with the in-place addition that such blocks make
+            self.x = (
+                (x + y).to(y.dtype).relu_()
+            )  # the sum has y's dtype, as with the in-place addition that such blocks make
         else:
             self.x = y if self.form == "block" else x + y
         return self.x
 
     def free(self) -> None:
         del self.x
-

@@ -23,7 +23,9 @@ class Gradient(Protocol):
     observed: set[int]
     """Layers at whose input somebody looks: there gradients of tokens are given in full."""
 
-    def vjp(self, k: int, tokens: list[Tensor | None], float_: Tensor | None, wanted: list[bool]) -> tuple[list[Tensor | None], Tensor | None]:
+    def vjp(
+        self, k: int, tokens: list[Tensor | None], float_: Tensor | None, wanted: list[bool]
+    ) -> tuple[list[Tensor | None], Tensor | None]:
         """Gradients of the tokens and the block's output that went into step k.
 
         Args:

@@ -1,4 +1,4 @@
-"""The linear second-order model and the map it defines at time 1.
+"""The linear second-order model and the map that it defines at time 1.
 
     ε ẍ + ẋ = θ x,   x(t) = Φ_x(t) x₀ + Φ_v(t) v₀,   Ψ_ε(θ) = Φ_x(1)                    [sander2021, Prop. 4]
 
@@ -11,10 +11,10 @@ exponential, by scaling and squaring: a Taylor polynomial at a small step h, the
 
     C(2h) = C(h)² + W S(h)²,   S(2h) = 2 C(h) S(h).
 
-These are the squarings of the exponential of the 2d×2d block system, on d×d blocks that commute. The factor e^{−at} is
-carried through every squaring, so neither it nor cosh leaves the range of float64 on the way (at ε = 1e-3, e^{−a} is
-1e-217). The paper's form, e^{−a} times a power series, overflows there. The double-angle formula 2C² − I is avoided: its
-error grows by 4 per doubling, that of the pair by 2. ε = 0 is the first-order model, Ψ_0 = exp.
+These are the squarings of the exponential of the 2d×2d block system, on d×d blocks that commute. Every squaring carries the
+factor e^{−at}, so neither it nor cosh leaves the range of float64 (at ε = 1e-3, e^{−a} is 1e-217). The paper's form, e^{−a}
+times a power series, overflows there. The double-angle formula 2C² − I is not used: its error grows by 4 per doubling, that of
+the pair by 2. ε = 0 is the first-order model, Ψ_0 = exp.
 """
 
 from __future__ import annotations
@@ -24,26 +24,21 @@ import math
 import numpy as np
 from scipy.linalg import expm, schur
 
-from retrograde.theory.inputs import Array, Matrix, as_matrix, check_eps, check_real
+from .inputs import Array, Matrix, as_matrix, check_eps, check_real
 
 TAYLOR = 11  # terms; 1/22! < 1e-21 bounds the remainder for a step with norm ≤ 1
 
 
 def psi(theta: Matrix, eps: float) -> Matrix:
-    """Ψ_ε(θ), the linear map x₀ ↦ x(1) of ε ẍ + ẋ = θ x with ẋ(0) = 0.
+    """Ψ_ε(θ), the linear map x₀ ↦ x(1) of ε ẍ + ẋ = θ x with ẋ(0) = 0. Its inverse is `represent`.
 
     Ψ_ε(θ) = e^{−1/2ε} Σ_n (1/(2n)! + 1/(2ε(2n+1)!)) (θ/ε + I/4ε²)ⁿ, and Ψ_0(θ) = exp θ [sander2021, Prop. 4].
-    Its inverse is `represent`.
 
     Args:
-        theta: real matrix.
+        theta: real matrix (d, d).
         eps: ε = 1/(1−γ) ≥ 0.
 
-    Shape:
-        (d, d) → (d, d)
-
     Raises:
-        ValueError: theta is not a finite real square matrix, or ε < 0.
         OverflowError: the result exceeds float64.
 
     Example:
@@ -59,23 +54,7 @@ def psi(theta: Matrix, eps: float) -> Matrix:
 
 
 def linear_flow(theta: Matrix, eps: float, t: float = 1.0) -> tuple[Matrix, Matrix]:
-    """The matrices (Φ_x, Φ_v) with x(t) = Φ_x x₀ + Φ_v v₀ for ε ẍ + ẋ = θ x. For ε = 0, Φ_v = 0.
-
-    Args:
-        theta: real matrix.
-        eps: ε ≥ 0.
-        t: time ≥ 0.
-
-    Raises:
-        ValueError: theta is not a finite real square matrix, ε < 0 or t < 0.
-        OverflowError: the result exceeds float64.
-
-    Example:
-        >>> import math, numpy as np
-        >>> on_x, on_v = linear_flow(np.array([[-0.5]]), eps=1.0, t=math.pi)
-        >>> abs(float(on_x[0, 0] - on_v[0, 0] / 2)) < 1e-15  # v₀ = −x₀/2: all trajectories meet at t = π
-        True
-    """
+    """The matrices (Φ_x, Φ_v) with x(t) = Φ_x x₀ + Φ_v v₀, for t ≥ 0. For ε = 0, Φ_v = 0. Arguments as for `psi`."""
     matrix, restore = as_matrix(theta, "theta")
     eps = check_eps(eps, zero="the first-order model, Ψ_0 = exp")
     if (t := check_real(t, "t")) < 0:
@@ -114,7 +93,7 @@ def evaluate(theta: Array, eps: float, t: float = 1.0) -> tuple[Array, Array]:
 def _growth(w: Array) -> float:
     """max(‖W³‖^{1/3}, ‖W⁴‖^{1/4}): bounds ‖Wⁿ‖^{1/n} for n ≥ 6, and is far below ‖W‖ for a very non-normal W.
 
-    Scaling by it, not by ‖W‖, spares squarings and the digits they cost [Al-Mohy & Higham, SIAM J. Matrix Anal. 2009].
+    Scaling by it instead of ‖W‖ saves squarings, and the digits that they lose [Al-Mohy & Higham, SIAM J. Matrix Anal. 2009].
     """
     norm = float(np.abs(w).sum(axis=-2).max())
     if not 0 < norm < math.inf:

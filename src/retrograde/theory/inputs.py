@@ -1,8 +1,4 @@
-"""What the functions of this package accept: real square matrices and a mass ε, checked once at the door.
-
-Everything inside works on NumPy float64 (or complex128) arrays. A torch tensor given is a torch tensor returned, on its
-device; arrays and nested lists come back as arrays. Results are float64 whatever the precision given.
-"""
+"""Checks of the arguments of this package, and conversion to float64 arrays and back."""
 
 from __future__ import annotations
 
@@ -45,13 +41,21 @@ def as_array(values: Matrix, name: str) -> tuple[Array, Restore]:
 
 
 def as_matrix(values: Matrix, name: str) -> tuple[Array, Restore]:
-    """`values` as a finite float64 matrix of shape (d, d), d ≥ 1, and the way back to the kind given."""
+    """The same for a square matrix (d, d) with d ≥ 1."""
     array, restore = as_array(values, name)
     if array.ndim != 2 or array.shape[0] != array.shape[1]:
         raise ValueError(f"{name} has shape {array.shape}: expected a square matrix (d, d)")
     if array.shape[0] == 0:
         raise ValueError(f"{name} is empty: expected a square matrix (d, d) with d ≥ 1")
     return array, restore
+
+
+def as_vector(values: Matrix, name: str) -> Array:
+    """`values` as a finite float64 vector (d,) with d ≥ 1."""
+    array, _ = as_array(values, name)
+    if array.ndim != 1 or not len(array):
+        raise ValueError(f"{name} has shape {array.shape}: expected a vector (d,) with d ≥ 1")
+    return array
 
 
 def check_real(value: float, name: str) -> float:

@@ -1,18 +1,17 @@
 """The Jordan structure of a real matrix at a stated tolerance, for the eigenvalues on and near a cut (−∞, edge].
 
-A Jordan form is not a continuous function of the matrix, so it exists only at a tolerance. Here A is given the most
-degenerate structure that some A + E has, with ‖E‖ about rtol·‖A‖:
+A Jordan form is not a continuous function of the matrix, so it exists only at a tolerance. Here A gets the most degenerate
+structure that some A + E has, with ‖E‖ about rtol·‖A‖:
 
-- eigenvalues are grouped by single linkage, the widest groups first;
-- a group counts as one real eigenvalue λ, the group's mean, when N = T − λI is nilpotent at the tolerance, with T the
-  group's diagonal block in an ordered real Schur form. That is decided by the staircase of Kublanovskaya, and of Golub &
-  Wilkinson: singular values of N up to rtol·‖A‖ are zero, their vectors are the kernel, and the rest is looked at
-  again. The heights of the stairs are dim ker N, dim ker N² − dim ker N, …, and these give the sizes of the blocks;
-- otherwise the group is split at its widest gap.
+- Eigenvalues are grouped by single linkage, the widest groups first.
+- A group counts as one real eigenvalue λ, the group's mean, when N = T − λI is nilpotent at the tolerance, with T the
+  group's diagonal block in an ordered real Schur form. The staircase of Kublanovskaya, and of Golub & Wilkinson, decides that:
+  singular values of N up to rtol·‖A‖ are zero, their vectors are the kernel, and the same is done with the rest. The
+  heights of the stairs are dim ker N, dim ker N² − dim ker N, …, and give the sizes of the blocks.
+- Otherwise the group is split at its widest gap.
 
-All of it is orthogonal, so what is dropped is E. No eigenvectors of nearly defective matrices are used.
-
-Eigenvalues off the cut, and complex pairs, put no condition on A: they are left in the trailing block.
+All of it is orthogonal, so what is dropped is E. No eigenvectors of nearly defective matrices are used. Eigenvalues off the
+cut, and complex pairs, put no condition on A: they stay in the trailing block.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import lapack, schur
 
-from retrograde.theory.inputs import Array
+from .inputs import Array
 
 
 @dataclass(frozen=True)
@@ -86,34 +85,35 @@ class _Search:
     def visit(self, group: list[int]) -> None:
         values = self.eigenvalues[group]
         if abs(values.imag.sum()) > 1e-8 * np.abs(values.imag).sum():
-            return  # off the real axis; its mirror image is another group
+            return  # off the real axis; the conjugate eigenvalues are another group
         centre = float(values.real.mean())
         radius = float(np.abs(values - centre).max())
         if centre - 2 * radius - self.tolerance > self.edge:
             return
-        if radius <= self.reach(len(group)) and self.accept(group):
+        # Elsner's bound, rounded up: how far ‖E‖ ≤ rtol·‖A‖ can move an eigenvalue of this multiplicity.
+        reach = 2 * self.scale * (len(group) * self.rtol) ** (1 / len(group))
+        if radius <= reach and self.accept(group):
             return
         if len(group) > 1:
             for part in _split_at_widest_gap(self.eigenvalues, group):
                 self.visit(part)
 
-    def reach(self, size: int) -> float:
-        """How far ‖E‖ ≤ rtol·‖A‖ can move an eigenvalue of multiplicity `size` (Elsner's bound, rounded up)."""
-        return 2 * self.scale * (size * self.rtol) ** (1 / size)
-
     def accept(self, group: list[int]) -> bool:
         """Move the group to row `done`; keep it as a cluster if its block is nilpotent up to a shift."""
-        block, t, q, order = self.moved(group)
+        done = self.done
+        t, q, order = self.moved(group)
+        block = t[done : done + len(group), done : done + len(group)]
         eigenvalue = float(np.trace(block)) / len(group)
         found = staircase(block - eigenvalue * np.eye(len(group)), self.tolerance)
         if found is None:
             return False
         self.t, self.q, self.order = t, q, order
-        self.clusters.append(Cluster(self.done, eigenvalue, *found))
-        self.done += len(group)
+        self.clusters.append(Cluster(done, eigenvalue, *found))
+        self.done = done + len(group)
         return True
 
-    def moved(self, group: list[int]) -> tuple[Array, Array, Array, list[int]]:
+    def moved(self, group: list[int]) -> tuple[Array, Array, list[int]]:
+        """T, Q and the order of the eigenvalues after the group is moved to row `done`."""
         done = self.done
         chosen = np.array([index in group for index in self.order[done:]])
         rest, z, *_, info = lapack.dtrsen(
@@ -126,8 +126,7 @@ class _Search:
         t[:done, done:] = t[:done, done:] @ z
         q[:, done:] = q[:, done:] @ z
         tail = np.array(self.order[done:])
-        order = self.order[:done] + [*tail[chosen].tolist(), *tail[~chosen].tolist()]
-        return t[done : done + len(group), done : done + len(group)], t, q, order
+        return t, q, self.order[:done] + [*tail[chosen].tolist(), *tail[~chosen].tolist()]
 
 
 def staircase(n: Array, tolerance: float) -> tuple[Array, Array, tuple[int, ...]] | None:

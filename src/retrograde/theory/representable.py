@@ -22,12 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrograde.theory.inputs import Array, Matrix, as_matrix, check_eps, check_rtol
-from retrograde.theory.jordan import Cluster, Structure, analyse
-from retrograde.theory.spectrum import lambda_min
+from .inputs import Array, Matrix, Restore, as_matrix, check_eps, check_rtol
+from .jordan import Cluster, Structure, analyse
+from .scalar import lambda_min
 
 RTOL = 1e-10
-CULVER = "Culver's condition for the exponential"
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,44 @@ def is_representable(A: Matrix, eps: float, *, rtol: float = RTOL) -> bool:
         rtol: A is judged by the most degenerate Jordan structure within about rtol·‖A‖ of it, and an eigenvalue within
             rtol·‖A‖ of λ_ε counts as λ_ε.
 
-    Raises:
-        ValueError: A is not a finite real square matrix, ε < 0, or rtol is outside (0, 0.1).
-
     Example:
         >>> [is_representable([[-0.5]], eps) for eps in (0.0, 0.5, 1.0)]  # λ_1 = −0.613
         [False, False, True]
         >>> is_representable([[-2.0, 0.0], [0.0, -2.0]], 1.0), is_representable([[-2.0, 1.0], [0.0, -2.0]], 1.0)
         (True, False)
     """
-    matrix, _ = as_matrix(A, "A")
-    return not obstacles(matrix, eps, rtol=rtol)
+    return not obstacles(A, eps, rtol=rtol)
 
 
 def obstacles(A: Matrix, eps: float, *, rtol: float = RTOL) -> list[Obstacle]:
-    """What keeps A from being Ψ_ε(θ): one entry per eigenvalue at fault, empty where A is representable.
-
-    Example:
-        >>> print(*obstacles([[-3.0, 0.0], [0.0, 2.0]], 1.0))
-        eigenvalue -3 with Jordan blocks of sizes [1]: below λ_ε = -0.613499, each size must occur an even number of times
-    """
-    matrix, _ = as_matrix(A, "A")
-    eps, rtol = check_eps(eps, zero=CULVER), check_rtol(rtol)
+    """The eigenvalues that keep A from being Ψ_ε(θ), with the rule that each breaks. Empty if A is representable."""
+    matrix, eps, rtol, _ = check(A, eps, rtol)
     return judge(structure_of(matrix, eps, rtol), eps)
+
+
+def largest_multiple(A: Matrix, eps: float, *, rtol: float = RTOL) -> float:
+    """The largest α with αA representable; ∞ where every multiple is: "any mapping up to scale" [sander2021, Sec. 4.3].
+
+    α = min λ_ε/λ over the eigenvalues λ < 0 whose Jordan blocks are not paired. Every smaller α > 0 gives a representable
+    αA. α itself does too when the blocks of that λ satisfy the rule for λ_ε (a single eigenvalue does); otherwise α is the
+    supremum. For ε = 0 scale does not matter: the result is ∞ or 0. Arguments as for `is_representable`.
+    """
+    matrix, eps, rtol, _ = check(A, eps, rtol)
+    if eps == 0:
+        return 0.0 if judge(structure_of(matrix, 0.0, rtol), 0.0) else math.inf
+    structure = analyse(matrix, 0.0, rtol)
+    at_fault = [
+        cluster.eigenvalue
+        for cluster in structure.clusters
+        if side(cluster, 0.0, structure.tolerance) < 0 and not paired(cluster.blocks)
+    ]
+    return float(lambda_min(eps) / np.min(at_fault)) if at_fault else math.inf
+
+
+def check(A: Matrix, eps: float, rtol: float) -> tuple[Array, float, float, Restore]:
+    """The arguments that the functions about representability share, and the way back to the kind of A."""
+    matrix, restore = as_matrix(A, "A")
+    return matrix, check_eps(eps, zero="Culver's condition for the exponential"), check_rtol(rtol), restore
 
 
 def structure_of(matrix: Array, eps: float, rtol: float) -> Structure:
@@ -88,13 +102,14 @@ def judge(structure: Structure, eps: float) -> list[Obstacle]:
     for cluster in structure.clusters:
         where = side(cluster, edge, structure.tolerance)
         if where == 0 and eps == 0:
-            found.append(Obstacle(cluster.eigenvalue, cluster.blocks, "A is singular, and an exponential is not"))
+            rule = "A is singular, and an exponential is not"
         elif where < 0 and not paired(cluster.blocks):
             rule = f"below λ_ε = {edge:.6g}, each size must occur an even number of times"
-            found.append(Obstacle(cluster.eigenvalue, cluster.blocks, rule))
         elif where == 0 and not staggered(cluster.blocks):
             rule = f"at λ_ε = {edge:.6g}, sizes must pair up as (k, k) or (k+1, k), apart from 1s"
-            found.append(Obstacle(cluster.eigenvalue, cluster.blocks, rule))
+        else:
+            continue
+        found.append(Obstacle(cluster.eigenvalue, cluster.blocks, rule))
     return found
 
 
@@ -113,35 +128,3 @@ def staggered(blocks: tuple[int, ...]) -> bool:
     """The sizes, largest first, pair up with differences ≤ 1 (a last one alone pairs with 0)."""
     padded = (*sorted(blocks, reverse=True), 0)
     return all(a - b <= 1 for a, b in zip(padded[::2], padded[1::2], strict=False))
-
-
-def largest_multiple(A: Matrix, eps: float, *, rtol: float = RTOL) -> float:
-    """The largest α with αA representable; ∞ where every multiple is: "any mapping up to scale" [sander2021, Sec. 4.3].
-
-    α = min λ_ε/λ over the eigenvalues λ < 0 whose Jordan blocks are not paired. Every smaller α > 0 gives a representable
-    αA. α itself does too when the blocks of that λ satisfy the rule for λ_ε (a single eigenvalue does); otherwise α is the
-    supremum. For ε = 0 scale does not matter: the result is ∞ or 0.
-
-    Args:
-        A: real matrix (d, d).
-        eps: ε ≥ 0.
-        rtol: as for `is_representable`.
-
-    Example:
-        >>> alpha = largest_multiple([[-1.0, 0.0], [0.0, -3.0]], eps=1.0)
-        >>> round(alpha, 6)
-        0.2045
-        >>> largest_multiple([[-1.0, 0.0], [0.0, -1.0]], eps=1.0)
-        inf
-    """
-    matrix, _ = as_matrix(A, "A")
-    eps, rtol = check_eps(eps, zero=CULVER), check_rtol(rtol)
-    if eps == 0:
-        return 0.0 if judge(structure_of(matrix, 0.0, rtol), 0.0) else math.inf
-    structure = analyse(matrix, 0.0, rtol)
-    at_fault = [
-        cluster.eigenvalue
-        for cluster in structure.clusters
-        if side(cluster, 0.0, structure.tolerance) < 0 and not paired(cluster.blocks)
-    ]
-    return float(lambda_min(eps) / np.min(at_fault)) if at_fault else math.inf

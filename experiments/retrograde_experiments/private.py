@@ -1,0 +1,130 @@
+"""Everything this distribution uses of `retrograde` that is not a public name, in one place.
+
+    units and timing   human, interleave, Times, peak_memory: `rg.measure` gives one model's report, not these parts
+    ranges             a checkpoint must keep the fixed-point range of a network, which is no part of its state_dict
+    momentum_options   how the options of `rg.MomentumNet` and `rg.convert` are spelled
+
+`retrograde.extras.require` is used as well: it stands at the root of the package and is no part of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.core.fixedpoint import FixedPoint
+from retrograde.measure import Peak, Times, human, interleave, peak_memory
+from retrograde.stack.calibrate import Range, holders
+
+__all__ = [
+    "Kept", "Peak", "Times", "begin_again", "captured_by", "collect", "evaluation_ranges", "every_range", "human",
+    "interleave", "momentum_options", "peak_memory", "put_back", "set_gamma", "stacks", "training_ranges", "written",
+]  # fmt: skip
+
+Kept = dict[str, list[list[Any]]]
+"""Ranges as numbers and strings, by the name of the network that has them."""
+
+
+def stacks(net: nn.Module) -> list[Any]:
+    """The reversible stacks in a network: each has `blocks`."""
+    return [part for _, part in holders(net)]
+
+
+def training_ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
+    """The range of each stack, as training uses it."""
+    for name, part in holders(net):
+        yield name, part.range
+
+
+def every_range(net: nn.Module) -> Iterator[tuple[str, Range]]:
+    """The same, and those of evaluation where there are any."""
+    for name, held in training_ranges(net):
+        yield name, held
+        if held.other is not None:
+            yield f"{name}, evaluation", held.other
+
+
+def written(ranges: Iterable[tuple[str, Range]]) -> Kept:
+    """Ranges as numbers and strings."""
+    return {
+        name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
+        for name, held in ranges
+    }
+
+
+def put_back(ranges: Iterable[tuple[str, Range]], kept: Mapping[str, list[list[Any]]]) -> None:
+    """The inverse of `written`. A range of which nothing was kept is found anew."""
+    for name, held in ranges:
+        dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in kept.get(name, []))
+        held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
+
+
+def begin_again(ranges: Iterable[tuple[str, Range]]) -> None:
+    """After `put_back` into a new network: it has begun exactly if it has a range."""
+    for _, held in ranges:
+        held.begun = bool(held.fixed)
+
+
+@contextmanager
+def evaluation_ranges(net: nn.Module) -> Iterator[None]:
+    """Ranges of their own for an evaluation, which depend on no evaluation before it and on no training.
+
+    BatchNorm's statistics lag behind early in training, and with them activations are others.
+    """
+    rg.settle(net)
+    kept = written(training_ranges(net))
+    put_back(training_ranges(net), {})
+    for _, held in training_ranges(net):
+        evaluation = held.of(False)
+        evaluation.fixed = {}
+        evaluation.begun = True
+    try:
+        yield
+        rg.settle(net)  # while these ranges are in place
+    finally:
+        put_back(training_ranges(net), kept)
+
+
+def collect(net: nn.Module, x: Tensor) -> None:
+    """Ask every stack what it has met on the device of `x`, without waiting for it."""
+    for _, held in training_ranges(net):
+        held.later.collect(x)
+
+
+def captured_by(net: nn.Module) -> list[Any]:
+    """What a CUDA graph of this network's step was captured with: it must be captured anew when any of it changes."""
+    return [net.training, *((getattr(part, "recurrence", None), dict(part.range.fixed)) for _, part in holders(net))]
+
+
+def set_gamma(net: nn.Module, gamma: float) -> None:
+    """Give all momentum stages another γ, from the next pass on. Their range is found anew."""
+    for part in stacks(net):
+        if isinstance(part, rg.MomentumNet):
+            part.gamma = gamma
+            part.range.fixed.clear()
+
+
+def momentum_options(memory: str | int, fixed_point: str | tuple[int, torch.dtype], verify: str) -> dict[str, Any]:
+    """The three options as the library spells them today.
+
+    Args:
+        memory: a mode, or a budget in bytes.
+        fixed_point: "auto", "int16", or the fraction bits and the dtype of the integers.
+        verify: "auto", "strict" or "off".
+
+    >>> momentum_options(8000, "int16", "strict")
+    {'memory': 'auto', 'budget': 8000, 'state_bits': 16, 'verify': 'end'}
+    """
+    options: dict[str, Any] = {"memory": memory} if isinstance(memory, str) else {"memory": "auto", "budget": memory}
+    if fixed_point == "int16":
+        options["state_bits"] = 16
+    elif isinstance(fixed_point, tuple):
+        options["fraction_bits"] = fixed_point[0]
+    if verify != "auto":
+        options["verify"] = {"strict": "end"}.get(verify, verify)
+    return options

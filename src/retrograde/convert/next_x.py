@@ -1,0 +1,131 @@
+"""The tensor that continues a pass: what a block of a stage returns, and how the next block knows it.
+
+A block of form "block" returns the next x, and the next block is given that tensor, or an alias of it: hooks of modules and FSDP2 make
+those. An alias continues the pass if it has the same memory, untouched, and its gradient goes to that tensor unchanged.
+
+A block of form "branch" returns f, which the model adds: x = x + block(x). Here the block gives the difference between the next x and
+x. Added to x as floats, it would give the next x only up to rounding, in a tensor that no block knows; so this one addition returns
+the next x itself. Everything else sees the difference as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+FSDP2 = {"RegisterPostBackwardFunctionBackward"}
+_IDENTITIES = FSDP2 | {"AddedBackward", "BackwardHookFunctionBackward", "AliasBackward0", "ViewBackward0"}
+"""Nodes of autograd's graph that hand on a tensor and its gradient as they are (`Added`: by way of another)."""
+_IN_PLACE = {Tensor.__iadd__, Tensor.add_}
+_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | _IN_PLACE
+
+
+def version(x: Tensor) -> int:
+    """How often x was written to; of tensors of inference mode that is not counted."""
+    return 0 if x.is_inference() else x._version
+
+
+def same(x: Tensor, mine: Tensor, at: int) -> bool:
+    """Whether x is `mine` as it was at that version, in value and gradient."""
+    if version(x) != at:
+        return False
+    if x is mine or not _same_memory(x, mine):
+        return x is mine
+    return handed_on(x, mine) is not None if mine.requires_grad else not x.requires_grad
+
+
+def handed_on(x: Tensor, mine: Tensor) -> set[str] | None:
+    """The nodes through which the gradient of x goes on its way to `mine`; None if any of them may change it, or leads elsewhere."""
+    node: Any = x.grad_fn
+    place, passed = x.output_nr, set[str]()
+    while node is not None and node is not mine.grad_fn:
+        if getattr(node, "variable", None) is mine:  # a leaf
+            return passed
+        nexts = node.next_functions
+        if node.name() not in _IDENTITIES or not 0 <= place < len(nexts):
+            return None
+        passed.add(node.name())
+        node, place = nexts[place]
+    return passed if node is not None and place == mine.output_nr else None
+
+
+def _same_memory(x: Tensor, mine: Tensor) -> bool:
+    return (
+        x.data_ptr() == mine.data_ptr()
+        and x.shape == mine.shape
+        and x.stride() == mine.stride()
+        and x.dtype == mine.dtype
+        and x.untyped_storage()._cdata == mine.untyped_storage()._cdata
+    )
+
+
+class Branch(Tensor):
+    """x₁ − x₀, which x₀ + … turns into x₁."""
+
+    pair: tuple[Tensor, Tensor, tuple[int, int, int]]
+
+    @staticmethod
+    def of(x0: Tensor, x1: Tensor) -> Tensor:
+        difference = (x1 - x0).as_subclass(Branch)
+        difference.pair = (x0, x1, (version(x0), version(x1), version(difference)))
+        return difference
+
+    def next_x(self, *terms: Tensor) -> Tensor:
+        """The next x, which is the sum of these; by way of them where somebody waits for the gradient of this tensor."""
+        x1 = self.pair[1]
+        with torch._C.DisableTorchFunctionSubclass():
+            if not (self.retains_grad or self._backward_hooks):
+                return x1
+        alias: Tensor = Added.apply(x1, *map(_plain, terms))
+        alias.__dict__["_next_x"] = x1  # which the stage knows while it lives
+        return alias
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+            for this, other in (args, args[::-1]):
+                if isinstance(this, Branch) and isinstance(other, Tensor) and _adds_up(this, other):
+                    if func not in _IN_PLACE:
+                        return this.next_x(*args)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        func(*args)  # for others who have the tensor that is written to
+                    return this.next_x(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return _plain(result)
+
+
+class Added(Function):
+    """x₁, whose gradient goes to the terms of the sum that it is.
+
+    Its memory and its count of writes, but no view of it to autograd, which would refuse to have it written to.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x1: Tensor, *terms: Tensor) -> Tensor:
+        ctx.terms = len(terms)
+        return x1.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *[g] * ctx.terms
+
+
+def _adds_up(branch: Branch, x: Tensor) -> bool:
+    """Whether x + branch is the next x: all three are as they were."""
+    x0, x1, (then, *others) = branch.pair
+    if [version(x1), version(branch)] != others or (x.requires_grad and not x1.requires_grad):
+        return False
+    if x1.requires_grad and not torch.is_grad_enabled():
+        return False  # the sum has no gradient
+    return same(x, x0, then) or same(x0, x, then)  # the block may have been given an alias, by a hook
+
+
+def _plain(result: Any) -> Any:
+    if isinstance(result, Branch):
+        return result.as_subclass(Tensor)
+    return type(result)(map(_plain, result)) if type(result) in (tuple, list) else result

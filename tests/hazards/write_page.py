@@ -1,0 +1,158 @@
+"""Runs the hazard matrix, what could make a gradient wrong against every contender, and writes docs/hazards.md.
+
+Each hazard (see tests/hazards) is run with stored activations and with each contender's way of saving memory, on the same
+seeds, and the gradients are compared. The page is written from what was found. momentumnet, revlib and memcnn take part
+where a folder that holds them is given:
+
+    pip install --no-deps --target peers momentumnet==0.10 revlib==1.7.2 memcnn==1.5.2
+    python tests/hazards/write_page.py --peers peers --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections import Counter
+from pathlib import Path
+
+import torch
+from hazard_contenders import PEERS, Retrograde, contenders
+from hazard_list import ALL, THEMES
+from hazard_registry import Cell, judge, judge_ours
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+PAGE = Path(__file__).parents[2] / "docs" / "hazards.md"
+
+COLUMNS = ["Retrograde", "torch checkpoint", *PEERS]
+INTRODUCTION = """\
+# Hazards
+
+What could make a gradient wrong without anybody noticing, and what happens. Every row is a small function in
+`tests/hazards`; `python tests/hazards/write_page.py --peers FOLDER --write` runs them all and writes this page, and the tests run our
+column. {environment}
+
+A row is run twice on the same seeds: with stored activations, which is the truth, and with the contender's way of saving
+memory. Compared are output, gradients, buffers (running statistics) and the random number that comes next.
+
+- **right**: the same bits. **right to 3e-06**: equal up to the rounding of an inversion in floats (relative error of the worst tensor).
+- **wrong** (0.4): another result and no error, with the relative error of the worst gradient, or of what else is named.
+- **raises**: an error, and how it begins. Where plain autograd itself refuses (backward twice, say) that is the right answer.
+
+Ours must also agree with the same recurrence in plain floats; "5e-03 from floats" says how well, where that is not to rounding.
+
+| contender | its network, and the truth it is compared with |
+|---|---|
+| Retrograde | `MomentumNet(memory="reverse")`, default `verify="auto"`; `memory="store"` |
+| torch checkpoint | x ← x + checkpoint(f, x, use_reentrant=False); x ← x + f(x) |
+| momentumnet 0.10 | the reference, `use_backprop=False`; `use_backprop=True`, and the recurrence in plain torch |
+| revlib 1.7.2 | `ReversibleSequential`, on x beside itself; the same coupling in plain torch |
+| memcnn 1.5.2 | `InvertibleModuleWrapper(AdditiveCoupling, preserve_rng_state=True)`; `disable=True` |
+"""
+RANGE_NOTE = """\
+One fixed point holds all x of a pass, as fine as the largest allows. What that cannot hold:
+
+- |x| below 5e-26 everywhere (in float64 below 9e-19) raises, in a first pass and later: 107 fraction bits are the most there are. In
+  float64 there could be more; but the largest values of a pass are written down in units of the range as float32, and so is 2^bits.
+- An x that is small beside others of its pass has fewer digits: beside one 2^27 times as large (float32) none, and a block that is
+  given it is given 0. The same holds for one batch after another that was as much larger: the range follows with the next pass. After
+  a batch a million times as large, an ordinary one was off by 1.7e-2, once. Where it is the input of the network that is held
+  to fewer than 8 binary digits (3 with 16-bit state, 24 in float64), a warning says so; that of a single element does not show.
+"""
+VERIFY_NOTE = """\
+What `verify="off"` lets through is always of one kind: a block that reads something other than its input, its parameters, its
+buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint` and
+the others are wrong there as well, or right by luck where the quantity enters no saved tensor.
+
+The default, `verify="auto"`, sees it. In reverse mode v is hashed at every eighth layer of forward and where the gradients begin,
+and must hash to the same where backward ends; a wrong output anywhere above moves it. In checkpoint mode the output of each block
+is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP of
+two products, on a CPU), so their replay stops where the gradient has all it is made of, and what their last products are made of
+is hashed, which determines the output, and the first 4,096 elements of everything else saved (of a transformer's layer: the
+inputs of its last two products, a sixth of what it saves). Where autograd does not have that (a last weight that is frozen),
+everything saved is hashed. Three kinds of tensor cannot be, because libraries leave anything in them: rows of bytes, uint64, and
+single int64 numbers; a block that saves one is run to its end, with the default only if it has no fused attention or cuDNN layer.
+Of parameters the first 4,096 elements are taken: plain autograd, too, holds them as they are. On a CPU the error comes at the end
+of the backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
+`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by block, and
+an output on which no gradient depends may differ), `verify="blocks"` names the block.
+
+What enters the gradient alone and not the output is not seen where outputs or states are compared: in reverse mode, and in
+checkpoint mode in blocks that do not end in a product. None of the rows below is of that kind. Three are known, each with
+something that torch's generators did not draw (NumPy's numbers, say; gradients were then wrong by more than their size): what is
+multiplied by a gate of zeros, as ReZero, LayerScale and LoRA's B are at the start; the mask of a straight-through estimator, m·y
++ ((1 − m)·y).detach(); a factor that a Function of one's own saves for its backward. `verify="blocks"` sees all three in both
+modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above and copies of
+running statistics. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
+"""
+
+
+def environment() -> str:
+    return f"Made with PyTorch {torch.__version__}, Python {platform.python_version()}, on a CPU."
+
+
+def run(peers: str | None) -> dict[str, dict[str, Cell]]:
+    """Every cell, by hazard and column."""
+    others = contenders(peers)[1:]
+    cells: dict[str, dict[str, Cell]] = {}
+    for h in track(ALL, description="hazards"):
+        row = cells[h.name] = {"Retrograde": judge_ours(h, Retrograde)}
+        row |= {c.name: judge(h, c) for c in others} | {"off": judge(h, Retrograde("off"))}
+    return cells
+
+
+def summary(cells: dict[str, dict[str, Cell]]) -> list[list[str]]:
+    """Rows of counts: contender, right, wrong, raises, cannot."""
+    rows = []
+    for title, column in [
+        ("Retrograde", "Retrograde"),
+        ('Retrograde, verify="off"', "off"),
+        *((c, c) for c in COLUMNS[1:]),
+    ]:
+        kinds = Counter(row[column].kind for row in cells.values() if column in row)
+        counts = [kinds["right"] + kinds["near"], kinds["wrong"], kinds["raises"], kinds["cannot"]]
+        rows.append([title, *(map(str, counts) if kinds else ["not run"] * 4)])
+    return rows
+
+
+def page(cells: dict[str, dict[str, Cell]]) -> str:
+    """docs/hazards.md."""
+    lines = [INTRODUCTION.format(environment=environment()), f"## {len(ALL)} hazards, counted", ""]
+    lines += ["| | right | silently wrong | raises | cannot express |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in summary(cells)]
+    lines += ["", VERIFY_NOTE]
+    for theme in THEMES:
+        lines += [
+            f"## {theme.capitalize()}",
+            "",
+            *([RANGE_NOTE] if theme == "precision and range" else []),
+            f"| hazard | {' | '.join(COLUMNS)} |",
+            "|---" * (len(COLUMNS) + 1) + "|",
+        ]
+        for h in ALL:
+            if h.theme == theme:
+                row = [str(cells[h.name].get(column, "not run")).replace("|", "\\|") for column in COLUMNS]
+                lines.append(f"| {h.text} | {' | '.join(row)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="folder that holds momentumnet, revlib and memcnn")
+    parser.add_argument("--write", action="store_true", help="write docs/hazards.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    cells = run(options.peers)
+    if options.write:
+        PAGE.write_text(page(cells))
+    table = Table("", "right", "silently wrong", "raises", "cannot express", title=f"{len(ALL)} hazards")
+    for row in summary(cells):
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
