@@ -21,7 +21,7 @@ print(rg.plan(model, images))
 # %% The optimizer may be made before: parameters stay the same objects.
 optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 names = list(model.state_dict())
-rg.convert(model, gamma=0.9, memory="reverse", verify="end")
+rg.convert(model, gamma=0.9, memory="reverse", verify="strict")
 for step in range(3):
     loss = F.cross_entropy(model(images), labels)
     optimizer.zero_grad()

@@ -29,7 +29,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)  # the same weights on every process and in every mode
         self.stem, self.head = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 1)
-        self.stack = rg.MomentumNet([branch() for _ in range(DEPTH)], gamma=0.9, memory=memory, verify="end")
+        self.stack = rg.MomentumNet([branch() for _ in range(DEPTH)], gamma=0.9, memory=memory, verify="strict")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stack(self.stem(x)))

@@ -23,7 +23,7 @@ import retrograde as rg
 
 from .errors import ExperimentError
 from .metrics import write_atomic, writing
-from .private import begin_again, every_range, put_back, written
+from .private import every_range, put_back, written
 
 FOLDER = "checkpoints"
 
@@ -83,4 +83,3 @@ def restore(net: nn.Module, state: dict[str, Any]) -> None:
     """The inverse of `state_of`: what the network computes from here on has the bits of the one that was saved."""
     net.load_state_dict(state["parameters"])
     put_back(every_range(net), state["ranges"])
-    begin_again(every_range(net))

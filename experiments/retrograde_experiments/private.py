@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.core.fixedpoint import FixedPoint
-from retrograde.measure import Peak, Times, human, interleave, peak_memory
-from retrograde.stack.calibrate import Range, holders
+from retrograde import FixedPoint
+from retrograde.memory import Peak, Times, human, interleave, peak_memory
+from retrograde.reverse.range import Range, holders
 
 __all__ = [
-    "Kept", "Peak", "Times", "begin_again", "captured_by", "collect", "evaluation_ranges", "every_range", "human",
+    "Kept", "Peak", "Times", "captured_by", "collect", "evaluation_ranges", "every_range", "human",
     "interleave", "momentum_options", "peak_memory", "put_back", "set_gamma", "stacks", "training_ranges", "written",
 ]  # fmt: skip
 
@@ -36,23 +36,22 @@ def stacks(net: nn.Module) -> list[Any]:
 
 
 def training_ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
-    """The range of each stack, as training uses it."""
+    """The range of each stack."""
     for name, part in holders(net):
         yield name, part.range
 
 
-def every_range(net: nn.Module) -> Iterator[tuple[str, Range]]:
-    """The same, and those of evaluation where there are any."""
-    for name, held in training_ranges(net):
-        yield name, held
-        if held.other is not None:
-            yield f"{name}, evaluation", held.other
+every_range = training_ranges
+"""A range knows its fixed points of training and of evaluation."""
 
 
 def written(ranges: Iterable[tuple[str, Range]]) -> Kept:
     """Ranges as numbers and strings."""
     return {
-        name: [[str(dtype).removeprefix("torch."), fixed.bits, fixed.guard] for dtype, fixed in held.fixed.items()]
+        name: [
+            [str(dtype).removeprefix("torch."), fixed.bits, fixed.guard, training]
+            for (dtype, training), fixed in held.found.items()
+        ]
         for name, held in ranges
     }
 
@@ -60,14 +59,10 @@ def written(ranges: Iterable[tuple[str, Range]]) -> Kept:
 def put_back(ranges: Iterable[tuple[str, Range]], kept: Mapping[str, list[list[Any]]]) -> None:
     """The inverse of `written`. A range of which nothing was kept is found anew."""
     for name, held in ranges:
-        dtypes = ((getattr(torch, dtype), bits, guard) for dtype, bits, guard in kept.get(name, []))
-        held.fixed = {dtype: FixedPoint(bits, dtype, guard) for dtype, bits, guard in dtypes}
-
-
-def begin_again(ranges: Iterable[tuple[str, Range]]) -> None:
-    """After `put_back` into a new network: it has begun exactly if it has a range."""
-    for _, held in ranges:
-        held.begun = bool(held.fixed)
+        held.found = {}
+        for dtype, bits, guard, *training in kept.get(name, []):
+            integers = getattr(torch, dtype)
+            held.found[integers, training != [False]] = FixedPoint(bits, integers, guard)
 
 
 @contextmanager
@@ -79,10 +74,6 @@ def evaluation_ranges(net: nn.Module) -> Iterator[None]:
     rg.settle(net)
     kept = written(training_ranges(net))
     put_back(training_ranges(net), {})
-    for _, held in training_ranges(net):
-        evaluation = held.of(False)
-        evaluation.fixed = {}
-        evaluation.begun = True
     try:
         yield
         rg.settle(net)  # while these ranges are in place
@@ -93,12 +84,12 @@ def evaluation_ranges(net: nn.Module) -> Iterator[None]:
 def collect(net: nn.Module, x: Tensor) -> None:
     """Ask every stack what it has met on the device of `x`, without waiting for it."""
     for _, held in training_ranges(net):
-        held.later.collect(x)
+        held.deferred.collect(x)
 
 
 def captured_by(net: nn.Module) -> list[Any]:
     """What a CUDA graph of this network's step was captured with: it must be captured anew when any of it changes."""
-    return [net.training, *((getattr(part, "recurrence", None), dict(part.range.fixed)) for _, part in holders(net))]
+    return [net.training, *((getattr(part, "recurrence", None), dict(part.range.found)) for _, part in holders(net))]
 
 
 def set_gamma(net: nn.Module, gamma: float) -> None:
@@ -106,11 +97,11 @@ def set_gamma(net: nn.Module, gamma: float) -> None:
     for part in stacks(net):
         if isinstance(part, rg.MomentumNet):
             part.gamma = gamma
-            part.range.fixed.clear()
+            part.range.found.clear()
 
 
 def momentum_options(memory: str | int, fixed_point: str | tuple[int, torch.dtype], verify: str) -> dict[str, Any]:
-    """The three options as the library spells them today.
+    """Options of `rg.MomentumNet` and `rg.convert` from values that can be written to a file.
 
     Args:
         memory: a mode, or a budget in bytes.
@@ -118,13 +109,7 @@ def momentum_options(memory: str | int, fixed_point: str | tuple[int, torch.dtyp
         verify: "auto", "strict" or "off".
 
     >>> momentum_options(8000, "int16", "strict")
-    {'memory': 'auto', 'budget': 8000, 'state_bits': 16, 'verify': 'end'}
+    {'memory': 8000, 'fixed_point': 'int16', 'verify': 'strict'}
     """
-    options: dict[str, Any] = {"memory": memory} if isinstance(memory, str) else {"memory": "auto", "budget": memory}
-    if fixed_point == "int16":
-        options["state_bits"] = 16
-    elif isinstance(fixed_point, tuple):
-        options["fraction_bits"] = fixed_point[0]
-    if verify != "auto":
-        options["verify"] = {"strict": "end"}.get(verify, verify)
-    return options
+    fixed = FixedPoint(*fixed_point) if isinstance(fixed_point, tuple) else fixed_point
+    return {"memory": memory, "fixed_point": fixed, "verify": verify}

@@ -188,9 +188,52 @@ class WrittenTo(Block):
         return self.act(self.second(first) + x)
 
 
+SEEN: list[Any] = []
+
+
+def noted(x: Any) -> Any:
+    SEEN.append(x)
+    return x
+
+
 class KeywordOnly(Block):
-    def forward(self, x: Tensor, *, by: Any = torch.cos) -> Tensor:
+    def forward(self, x: Tensor, *, by: Any = noted) -> Tensor:
         return self.act(by(self.first(x)) + x)
+
+
+class Noting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(noted(self.first(x)) + x)
+
+
+class Off(nn.Linear):
+    def __bool__(self) -> bool:
+        return False
+
+
+class Truth(Block):
+    """Whether a submodule is true may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = Off(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.first(x)
+        if self.second:
+            out = self.second(out)
+        return self.act(out + x)
+
+
+class Static(Block):
+    """Has no `self`."""
+
+    @staticmethod
+    def scaled(self: Tensor) -> Tensor:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.scaled(self.first(x)) + x)
 
 
 class Keyword(Block):
@@ -297,7 +340,8 @@ class LeavesOnX(Block):
 
 OTHERS = [
     Training, Chance, Super, Functional, Twice, Scaled, After, Wasted, IntoX, Optional, Caught, Preactivated, Property, Counting,
-    Default, Wrapped, WrittenTo, Keyword, KeywordOnly, ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule,
+    Default, Wrapped, WrittenTo, Keyword, KeywordOnly, Noting, Truth, Static,
+    ActNone, Called, CalledInside, Tied, AsksForAName, AsksForAChain, LeavesOnModule,
     LeavesOnX,
 ]  # fmt: skip
 
@@ -311,6 +355,7 @@ def test_other_blocks_are_not_taken_apart(kind: type[nn.Module]) -> None:
     attributes = dict(block.__dict__)
     assert branch_of(block) is None
     assert random.getstate() == before[0]
+    assert not SEEN
     assert block.__dict__ == attributes
 
 
@@ -331,8 +376,9 @@ def test_code_that_is_put_in_the_place_of_other_code() -> None:
             return self.act(self.first(x) + x)
 
     assert branch_of(Reloaded()) is not None
-    Reloaded.forward.__code__ = Twice.forward.__code__
+    Reloaded.forward.__code__ = Noting.forward.__code__
     assert branch_of(Reloaded()) is None
+    assert not SEEN
 
 
 def test_a_module_that_is_no_submodule() -> None:

@@ -36,7 +36,7 @@ def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) 
 
 def words(t: Tensor) -> Tensor:
     """The memory of a contiguous tensor as 32-bit integers."""
-    flat = t if t.stride() == (1,) else t.reshape(-1)
+    flat = t if t.stride() == (1,) else t.as_strided((t.numel(),), (1,))  # one element may have any stride
     if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
         flat = flat.view(torch.uint8)
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))

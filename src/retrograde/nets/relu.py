@@ -52,9 +52,7 @@ class _Value:
         return _Value(self.calls or other.calls, "+")
 
     def __iadd__(self, other: Any) -> _Value:
-        self + other
-        if not self.calls:
-            raise TypeError("x is written to")
+        self + other  # of x itself, which is written to then, the calls do not become f
         self.sum = "+="
         return self
 
@@ -123,7 +121,7 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
         return _Value(value.calls, value.sum, name) if value.sum else _Value((*value.calls, name))
 
     def see(name: str) -> Any:
-        of_class = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), missing)
+        of_class = getattr(cls, name, missing)
         if isinstance(of_class, FunctionType) and name not in block.__dict__:
             if not _followed(of_class):
                 raise TypeError("a method that is not followed")
@@ -133,7 +131,7 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
             return None
         if not isinstance(part, nn.Module):
             raise TypeError("neither a method nor a submodule")
-        return _same if is_plain(part, nn.Identity) else partial(call, name)
+        return _same if isinstance(part, nn.Identity) and is_plain(part, nn.Identity) else partial(call, name)
 
     this = _Self(see)
     try:
@@ -167,18 +165,13 @@ def _only_adds_and_calls(code: CodeType) -> bool:
     except (OSError, SyntaxError, TypeError, ValueError):
         return False
     compiled = next((const for const in consts if isinstance(const, CodeType)), None)
-    if not isinstance(tree, ast.FunctionDef) or compiled is None or _arguments(code)[:1] != ("self",):
+    others = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if not isinstance(tree, ast.FunctionDef) or compiled is None or others or code.co_varnames[:1] != ("self",):
         return False
     for part in ("co_code", "co_names", "co_varnames", "co_consts"):
         if getattr(compiled, part) != getattr(code, part):
             return False  # the file was changed since it was imported
     return all(_allowed(node, code.co_varnames) for line in tree.body for node in ast.walk(line))
-
-
-def _arguments(code: CodeType) -> tuple[str, ...]:
-    """The names of a method's arguments, if there are no others than those that are given by their place."""
-    others = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    return () if others else code.co_varnames[: code.co_argcount]
 
 
 def _allowed(node: ast.AST, tensors: tuple[str, ...]) -> bool:

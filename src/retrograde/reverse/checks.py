@@ -1,17 +1,19 @@
 """Every replay is compared with the first run.
 
-    fingerprint   a hash of what the block saved for autograd, at the first run and at the replay. Gradients are made of nothing else, so
-                  this sees what enters a gradient alone, too. With "auto" a sample of each tensor is hashed, evenly spread; with "strict"
-                  all of it, and the output.
-    rewound       a hash of the whole state at the first block that is replayed, on the way forward and at the end of backward. An output
-                  that is not that of forward moves v, and v only grows further apart on the way down, by 1/γ a layer.
+    fingerprint   a hash of what the block saved for autograd, at the first run and at the replay. Gradients are made
+                  of nothing else, so this sees what enters a gradient alone, too. "auto" hashes a sample of each
+                  tensor, evenly spread; "strict" all of it, and the output.
+    rewound       a hash of the whole state at the first block that is replayed, on the way forward and at the end of
+                  backward. An output that is not that of forward moves v, and v only grows further apart on the way
+                  down, by 1/γ a layer.
 
-"auto" waits for no accelerator: the comparison is a deferred check (`deferred`), made at the end of backward. "strict" raises at once,
-before any gradient is made of what that replay has saved.
+"auto" waits for no accelerator: the comparison is a deferred check (`deferred`), made at the end of backward.
+"strict" raises at once, before any gradient is made of what that replay has saved.
 
-What is left out of a fingerprint: parameters and buffers (writes to them are seen by their versions), the block's input (the rewound state
-or the kept input vouches for it), running statistics and what a block copies of them, and what has no defined value: bytes in a row and
-single integers (workspaces, places of generators), the noise of a random relu in evaluation, the table of a CTC loss.
+What is left out of a fingerprint: parameters and buffers (writes to them are seen by their versions), the block's
+input (the rewound state or the kept input vouches for it), running statistics and what a block copies of them, and
+what has no defined value: bytes in a row and single integers (workspaces, places of generators), the noise of a
+random relu in evaluation, the table of a CTC loss.
 """
 
 from __future__ import annotations
@@ -69,9 +71,9 @@ class Checks:
     def compare(self, k: int, saved: list[Tensor], y: Any) -> None:
         """Its replay saved these."""
         if self.strict:
-            left = self.slots[k].clone()
-            self._add(k, saved, y, left, -1)
-            if bool(left):
+            difference = self.slots[k].clone()
+            self._add(k, saved, y, difference, -1)
+            if bool(difference):
                 raise ReplayError(
                     f"{self.names[k]} did not repeat itself: run again on the same input, it gave another output, or saved other "
                     f"values for autograd. {WHEN_NOT_REPEATED}"
@@ -165,6 +167,7 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
     if any(_has_undefined(m) for m in call.parts.modules):
         return []
     statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
+    copied = call.parts.instance_norms or any(map(_compiled, (call.block, *call.parts.modules)))
     others = [t for t in (*call.parts.watched, *statistics, x) if _plain(t)]
     excluded = {t.untyped_storage()._cdata for t in others}
     found: list[Picked] = []
@@ -177,7 +180,7 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
         where = (t.data_ptr(), t.shape, t.stride())
         if not storage.nbytes() or storage._cdata in excluded or where in seen:
             continue  # no bytes: memory that is let go and filled again from outside, as FSDP does with parameters
-        if any(_same(t, s) for s in statistics):
+        if copied and any(_same(t, s) for s in statistics):
             continue
         seen.add(where)
         step = max(t.numel() // SAMPLE, 1)
@@ -191,9 +194,22 @@ def _has_undefined(module: nn.Module) -> bool:
     return isinstance(module, nn.CTCLoss) or (isinstance(module, nn.RReLU) and not module.training)
 
 
+def _compiled(module: Any) -> bool:
+    return (
+        type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save."""
-    return a.dim() <= 1 and b.dim() <= 1 and b.numel() > 0 and a.numel() % b.numel() == 0 and a.dtype == b.dtype
+    return (
+        b.is_floating_point()
+        and a.dim() <= 1
+        and b.dim() <= 1
+        and b.numel() > 0
+        and a.numel() % b.numel() == 0
+        and a.dtype == b.dtype
+    )
 
 
 def _local(t: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .integers import Integers
 from .range import PassRange
+from .scheme import Gradients, State
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,14 @@ class CouplingGradient:
         self.shape = shape  # of a stream at the start
         self.observed: set[int] = set()
 
-    def vjp(
-        self, k: int, tokens: list[Tensor | None], d: Tensor | None, wanted: list[bool]
-    ) -> tuple[list[Tensor | None], Tensor | None]:
+    def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         moved = k % 2
         gradients = [self._sum(tokens[0], d if moved == 0 else None), self._sum(tokens[1], d if moved == 1 else None)]
         r = self.recurrence.squeezes[k]
         gradients = [None if g is None else unsqueeze(g, r) for g in gradients]
         return gradients, gradients[moved]
 
-    def enter(self, tokens: list[Tensor | None], d: Tensor | None) -> Tensor | None:
+    def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Of x₀; the float that enters is the second stream."""
         gv, gx = tokens[0], self._sum(tokens[1], d)
         given = gx if gv is None else gv
@@ -96,7 +94,7 @@ class CouplingGradient:
         both = [given.new_zeros(self.shape) if g is None else g for g in (gv, gx)]
         return torch.cat(both, self.recurrence.dim)
 
-    def leave(self, gradient: Tensor) -> list[Tensor | None]:
+    def leave(self, gradient: Tensor) -> Gradients:
         return list(gradient.to(self.dtype).chunk(2, self.recurrence.dim))
 
     def _sum(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -106,8 +104,8 @@ class CouplingGradient:
         return a + b.to(self.dtype)
 
 
-class Coupling(Integers):
-    """The streams v and x of one forward pass; a `scheme.State`. Both have the same fixed point."""
+class Coupling(State):
+    """The streams v and x of one forward pass; see `scheme`. Both have the same fixed point."""
 
     names = ("v", "x")
     entered = 2

@@ -1,8 +1,8 @@
-"""Deferred checks. On an accelerator we never wait for the device to read a result: a copy to the host is started, and the error, if
-any, is raised at the start of a later pass, or by `retrograde.settle`.
+"""Deferred checks. On an accelerator we never wait for the device to read a result: a copy to the host is started,
+and the error, if any, is raised at the start of a later pass, or by `retrograde.settle`.
 
-A pass in a CUDA graph is run by the host once, when it is captured. Its replays add what there is to say to memory outside of the
-graph; the next pass that is not one of them fetches it.
+A pass in a CUDA graph is run by the host once, when it is captured. Its replays add what there is to say to memory
+outside of the graph; the next pass that is not one of them fetches it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,18 @@ def event_on(device: torch.device) -> Any:
 
 
 class Deferred:
-    """Values on their way to the host, in the order in which they were told. Copies and pickles of it are empty."""
+    """Values on their way to the host, in the order in which they were told. Copies and pickles of it are empty.
 
-    def __init__(self) -> None:
+    Args:
+        event_on: makes an event at the end of a device's work, or None where values are known at once.
+        capturing: whether a CUDA graph is being made of what is done to a tensor.
+    """
+
+    def __init__(
+        self, event_on: Callable[[torch.device], Any] = event_on, capturing: Callable[[Tensor], bool] = capturing
+    ) -> None:
+        self.event_on = event_on
+        self.capturing = capturing
         self.waiting: list[tuple[Tensor, Any, Judge]] = []
         # for replays of CUDA graphs: what they leave, by kind of value; who judges it; and what is being fetched
         self.rooms: dict[Any, Tensor] = {}
@@ -78,7 +87,7 @@ class Deferred:
         if type(t) is not Tensor or t.is_meta:  # without values
             return
         kind = t.shape, t.dtype, t.device, getattr(judge, "func", judge), of
-        if capturing(t):  # the host cannot look
+        if self.capturing(t):  # the host cannot look
             if kind not in self.rooms:
                 raise RuntimeError(FIRST_STEP)
             torch.maximum(self.rooms[kind], t, out=self.rooms[kind])
@@ -89,7 +98,7 @@ class Deferred:
 
     def collect(self, x: Tensor) -> None:
         """At the start of a pass on x: judge what has been fetched."""
-        if capturing(x):
+        if self.capturing(x):
             return
         self._fetch_rooms()
         while self.waiting and self.waiting[0][1].query():
@@ -129,7 +138,7 @@ class Deferred:
     def _fetch(self, t: Tensor, judge: Judge) -> bool:
         """Start fetching t; where values are known at once, judge it. Returns whether it is on its way."""
         fetched = t if t.device.type == "cpu" else t.to("cpu", non_blocking=True)
-        event = event_on(t.device)
+        event = self.event_on(t.device)
         if event is None:
             judge(fetched, "this")
             return False

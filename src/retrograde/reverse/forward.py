@@ -5,9 +5,9 @@
         run.step(block, extra)
     run.finish()                    # x_K
 
-From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the inputs of the next,
-and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take the same integer steps, so the way
-changes no bit of the result.
+From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the
+inputs of the next, and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take
+the same integer steps, so the way changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Pass:
 
     def __init__(
         self, state: State | Residual, x0: Tensor, depth: int, *, reversed: int = 0, kept: int = 0, verify: str = "off",
-        memo: Memo | None = None, deferred: Deferred | None = None, check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
+        memo: Memo | None = None, deferred: Deferred | None = None,
+        check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
     ) -> None:  # fmt: skip
         self.state: Any = state
         self.depth = depth
@@ -73,7 +74,7 @@ class Pass:
             self.x = state.read()
         else:
             *tokens, self.x = Enter.apply(x0, state)
-            self.tokens = [*tokens, *(state.token() for _ in range(state.tokens - len(tokens)))]
+            self.tokens = [*tokens, *(self.state.token() for _ in range(self.state.tokens - len(tokens)))]
 
     def _record(self) -> None:
         """See whether gradients are recorded, and prepare what that takes."""
@@ -113,7 +114,7 @@ class Pass:
         elif self.tracked:
             self._rejoin_if_observed(x)  # the block may have put a hook on its input
             if torch.is_autocast_enabled(self.device.type):
-                torch.clear_autocast_cache()  # NOTE 7 of `replay`: or weights cast for the block are held to the end of forward
+                torch.clear_autocast_cache()  # NOTE 7 of `replay`: else weights cast for the block stay until the end of forward
             *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
         else:
             self.x = self.state.advance(k, y)

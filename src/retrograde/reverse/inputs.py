@@ -1,7 +1,7 @@
 """What a network can be given, and what it can be run under: everything else is refused here, by name.
 
-The integers of the state are moved in place by bodies that neither tracers nor function transforms see, so a trace would hold
-uninitialised memory and a forward-mode derivative would be lost.
+The integers of the state are moved in place by bodies that neither tracers nor function transforms see, so a trace
+would hold uninitialised memory and a forward-mode derivative would be lost.
 """
 
 from __future__ import annotations

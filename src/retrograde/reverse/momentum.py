@@ -3,8 +3,9 @@
     forward   v ← γ·v + gain·f(x)     x ← x + ⌊v⌉
     inverse   x ← x − ⌊v⌉             v ← (v − gain·f(x)) / γ
 
-x and v are fixed-point integers (⌊v⌉ is v without its guard digits) and γ·v is an exactly reversible multiplication, so the inverse
-recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1. What a block computes is its form:
+x and v are fixed-point integers (⌊v⌉ is v without its guard digits) and γ·v is an exactly reversible multiplication,
+so the inverse recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, or 1 at γ = 1. What a block
+computes is its form:
 
     "branch"   f(x)
     "block"    x + f(x)
@@ -12,7 +13,9 @@ recovers every state bit for bit, provided f repeats itself. gain is 1 − γ, o
 
 The step is linear in x and v, so its gradient needs no values. With s = gx + gv:
 
-    gy = gain·s      gv ← γ·s      gx ← gx            (gx ← gx − gy for form "block"; for "relu" where the relu stops its input)
+    gy = gain·s      gv ← γ·s      gx ← gx
+
+but gx ← gx − gy for form "block", and for form "relu" where the relu stops its input.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
 from ..arithmetic.reference import carried, packed, scaled, unpacked
 from ..errors import ReplayError
-from .integers import Integers
 from .nodes import SameThread, keeps_graph, traced
 from .range import MOST_GUARD, PassRange
+from .scheme import Gradients, State
 
 FORMS = ("branch", "block", "relu")
 """By number in the kernels."""
@@ -92,9 +95,10 @@ class Recurrence:
 class MomentumGradient:
     """The gradient of a step.
 
-    gv is a multiple of gy, which the block is given anyway. So what comes for token v *is* gy of the step that took it, and gv is γ/gain
-    times that. At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left out, and the step before makes it.
-    What a block's backward pass holds besides its own tensors is one array, and none in the last block.
+    gv is a multiple of gy, which the block is given anyway. So what comes for token v *is* gy of the step that took
+    it, and gv is γ/gain times that. At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left
+    out, and the step before makes it. What a block's backward pass holds besides its own tensors is one array, and
+    none in the last block.
 
     Attributes:
         masks: by layer, where its relu passed its input, one bit an element.
@@ -121,9 +125,7 @@ class MomentumGradient:
         """What block k computes, by its number among `FORMS`."""
         return self.forms.get(k, self.form)
 
-    def vjp(
-        self, k: int, tokens: list[Tensor | None], d: Tensor | None, wanted: list[bool]
-    ) -> tuple[list[Tensor | None], Tensor | None]:
+    def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
         p, h = tokens
         if k < 0:
@@ -166,17 +168,15 @@ class MomentumGradient:
         self.versions[k] = gy._version
         return [self._left_out(k, gy, mask) if left_out else into, gy], cast
 
-    def enter(self, tokens: list[Tensor | None], d: Tensor | None) -> Tensor | None:
+    def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Of x₀."""
         return add(tokens[0], d, self.dtype)
 
-    def leave(self, gradient: Tensor) -> list[Tensor | None]:
+    def leave(self, gradient: Tensor) -> Gradients:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def _launched(
-        self, p: Tensor | None, h: Tensor | None, d: Tensor | None
-    ) -> tuple[list[Tensor | None], Tensor | None]:
+    def _launched(self, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Gradients, Tensor | None]:
         """Of the step that set v₀ = f(x₀)."""
         gx = add(p, d, self.dtype)
         if h is None:
@@ -215,14 +215,14 @@ class MomentumGradient:
 
 
 def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """a + b in this dtype, into a's memory where no graph is made of it; b is never written to."""
+    """a + b in this dtype, into a's memory where it is an array and no graph is made of it; b is never written to."""
     if a is None or b is None:
         return a if b is None else b.to(dtype, copy=True)
     return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
 
 
-class Momentum(Integers):
-    """x, v and the information buffers of one forward pass; a `scheme.State`.
+class Momentum(State):
+    """x, v and the information buffers of one forward pass; see `scheme`.
 
     Args:
         x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
@@ -247,14 +247,11 @@ class Momentum(Integers):
         self.x = torch.empty_like(x0.detach(), dtype=seen.fixed.dtype)
         self.v = torch.zeros_like(self.x)
         self.gradient.strides = self.x.stride()
-        self.start: Tensor | None = self.float()  # x₀ decoded, until the pass takes it
+        self.start: Tensor | None = self.room()  # x₀ decoded, until the pass takes it
         self._encode(x0.detach(), self.x, self.start, column=1)
 
     def token(self) -> Tensor:
         return self.blank.detach()
-
-    def token_of(self, k: int) -> int:
-        return 0
 
     def read(self) -> Tensor:
         out, self.start = self.start, None
@@ -262,7 +259,7 @@ class Momentum(Integers):
 
     def rest(self) -> Tensor:
         """v as a float."""
-        return self.float().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
+        return self.room().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
 
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Take step k; with k = −1, set v to f of an output y."""
@@ -275,7 +272,7 @@ class Momentum(Integers):
         return super().advance(k, y)
 
     def take(self, k: int, y: Tensor) -> Tensor:
-        out = self.float()
+        out = self.room()
         gradient = self.gradient
         gradient.output_dtypes[k] = y.dtype
         mask = None
@@ -289,7 +286,7 @@ class Momentum(Integers):
         return out
 
     def draw(self, k: int, out: Tensor | None) -> None:
-        out = self.float() if out is None else out
+        out = self.room() if out is None else out
         self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
 
     def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:

@@ -1,17 +1,19 @@
 """Autograd nodes: tokens carry gradients, integers carry values.
 
-Each node moves the integer state and hands out tokens without storage in its place, so that autograd sees the recurrence without holding
-any of it. A node's float output is the next block's input. The same nodes serve every scheme (`scheme`).
+Each node moves the integer state and hands out tokens without storage in its place, so that autograd sees the
+recurrence without holding any of it. A node's float output is the next block's input. The same nodes serve every
+scheme (`scheme`).
 
     Enter    (x₀)            → a token, float x₀
     Step     (y, tokens)     → tokens, float x
     Leave    (tokens)        → what the state holds besides: v, or both streams
     Rejoin   (token, float)  → a token
 
-The float x of a layer is given only the gradient that comes through the block it goes into; the rest of its gradient goes by the token.
-Where somebody looks at the gradient of x (a hook, `retain_grad`), or x comes back as another tensor, `Rejoin` leads all of it through the
-float. In float32 and float64 that changes no bit, unless it is the block that looks at its own input and uses it more than once: the sum
-is then made in another order. In 16 bits it rounds the sum as x is rounded.
+The float x of a layer is given only the gradient that comes through the block it goes into; the rest of its gradient
+goes by the token. Where somebody looks at the gradient of x (a hook, `retain_grad`), or x comes back as another
+tensor, `Rejoin` leads all of it through the float. In float32 and float64 that changes no bit, unless it is the block
+that looks at its own input and uses it more than once: the sum is then made in another order. In 16 bits it rounds
+the sum as x is rounded.
 """
 
 from __future__ import annotations
@@ -115,9 +117,9 @@ def keeps_graph() -> bool:
 class SameThread:
     """While one is alive, backward passes started on this thread also run on it.
 
-    NOTE 6 (same thread). cuDNN autotunes per thread, and autograd runs CUDA work on threads of its own: with `cudnn.benchmark` a replay
-    there could pick another algorithm and other bits. The setting is put back when the graph that holds this object goes; backward
-    itself restores, on its way out, the setting it was started with.
+    NOTE 6 (same thread). cuDNN autotunes per thread, and autograd runs CUDA work on threads of its own: with
+    `cudnn.benchmark` a replay there could pick another algorithm and other bits. The setting is put back when the
+    graph that holds this object goes; backward itself restores, on its way out, the setting it was started with.
     """
 
     alive = threading.local()

@@ -1,7 +1,7 @@
 """What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
 
-Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may depend on.
-A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
+Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may
+depend on. A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Parts:
     def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
 
-        Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes, buffers, parameters)
-        stands there as it was.
+        Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
+        buffers, parameters) stands there as it was.
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
         """
-        own = [of for of, _ in self.statistics]
-        replay = [
-            {name: b if b is None else b.clone() for name, b in s.items()} if fresh else s for _, s in self.statistics
-        ]
+        own: list[dict[str, Any]] = [of for of, _ in self.statistics]
+        replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
+        if fresh:
+            replay = [{name: b if b is None else b.clone() for name, b in scratch.items()} for scratch in replay]
         if not self.unchanged():
             modes = [(m.__dict__, {"training": was}) for m, was in zip(self.modules, self.training, strict=True)]
             before = [*modes, *self.buffers, *self.registered]

@@ -1,12 +1,13 @@
 """The range of the fixed point: how large the values of a pass may become, and how finely they are held.
 
-A pass begins with the range that the passes before it have shown to be right, or, where there are none, with one made for the
-magnitude of its input. Where a step would leave it, the step is undone, the integers are shifted to the right, the bits shifted out
-are kept beside the state, and the step is taken again (`PassRange`, `shifted`). So no value leaves the range, nothing is run twice, and
-the way back is as exact as ever.
+A pass begins with the range that the passes before it have shown to be right, or, where there are none, with one made
+for the magnitude of its input. Where a step would leave it, the step is undone, the integers are shifted to the
+right, the bits shifted out are kept beside the state, and the step is taken again (`PassRange`, `shifted`). So no
+value leaves the range, nothing is run twice, and the way back is as exact as ever.
 
-That takes one look at the largest values after every step. On a CPU it costs nothing worth saving. On an accelerator it would make the
-host wait, so there only the first pass looks; later ones leave it to a deferred check (`deferred`), with a few bits to spare.
+That takes one look at the largest values after every step. On a CPU it costs nothing worth saving. On an accelerator
+it would make the host wait, so there only the first pass looks; later ones leave it to a deferred check (`deferred`),
+with a few bits to spare.
 """
 
 from __future__ import annotations
@@ -293,8 +294,8 @@ class Range:
         digits = max(math.frexp(start)[1], 0)
         if start and digits < _FEW[fixed.dtype]:
             warnings.warn(
-                f"the input of this pass was held to {digits} binary digits, because activations of it, or of a pass before it, are larger "
-                "out of all proportion. Scale the input up, or normalise what makes them grow.",
+                f"the input of this pass was held to {digits} binary digits, because activations of it, or of a pass before "
+                "it, are larger out of all proportion. Scale the input up, or normalise what makes them grow.",
                 stacklevel=2,
             )
 

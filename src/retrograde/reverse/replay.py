@@ -1,21 +1,23 @@
 """One run of one block that can be run again to the bit, and the hooks by which autograd finds what it saved.
 
-A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for a saved tensor, the
-block's input is recalled, the block is run again, and its tensors are handed out. The graph is the genuine one, so everything that works
-with autograd works here.
+A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for
+a saved tensor, the block's input is recalled, the block is run again, and its tensors are handed out. The graph is
+the genuine one, so everything that works with autograd works here.
 
-What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random numbers, autocast.
-A `Call` notes all of these at the first run, puts back what has changed since, and checks that no tensor was changed in place.
+What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random
+numbers, autocast. A `Call` notes all of these at the first run, puts back what has changed since, and checks that no
+tensor was changed in place.
 
 NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gathered the parameters by then.
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
 NOTE 3 (not a leaf). The replayed input is not a leaf, and requires a gradient exactly when the first one did.
-NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a replay, and restored
-    after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C cannot come in between.
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a
+    replay, and restored after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C
+    cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `nodes.SameThread`.
-NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast are freed after
-    each block.
+NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
+    are freed after each block.
 NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
 NOTE 9 (detected). A replay that differs from the first run is an error: see `checks`.
 """

@@ -1,6 +1,7 @@
 """The plain residual network, γ = 0: x ← x + f(x), bit for bit as the blocks themselves would compute it.
 
-A step forgets what was before it, so it cannot be reversed; every other way of remembering works. The addition is autograd's own.
+A step forgets what was before it, so it cannot be reversed; every other way of remembering works. The addition is
+autograd's own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Residual:
-    """x of a plain residual network; the part of `scheme.State` that a pass needs without tokens."""
+    """x of a plain residual network; the part of a `scheme.State` that a pass needs without tokens."""
 
     def __init__(self, x0: Tensor, form: str) -> None:
         self.x = x0

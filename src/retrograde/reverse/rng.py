@@ -1,9 +1,9 @@
 """Random numbers drawn again: where the generators stand, and putting them back there.
 
-A block may draw inside `torch.random.fork_rng` and leave no trace, so the places are noted before every run. That has to
-cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's is 5 kB, and is shared
-between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator can be neither read nor set:
-blocks that draw from one are refused then (`Undrawn`), all others are captured as they are.
+A block may draw inside `torch.random.fork_rng` and leave no trace, so the places are noted before every run. That has
+to cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's is 5 kB, and
+is shared between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator can be
+neither read nor set: blocks that draw from one are refused then (`Undrawn`), all others are captured as they are.
 """
 
 from __future__ import annotations

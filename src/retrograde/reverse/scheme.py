@@ -1,4 +1,5 @@
-"""What a reversible scheme is: how its state moves, and how gradients pass through a step. Everything else is the same for all schemes.
+"""What a reversible scheme is: integers that move in steps, and gradients that pass through a step. All else is the
+same for all schemes.
 
 A scheme is one file with a `State` and a `Gradient`:
 
@@ -6,94 +7,248 @@ A scheme is one file with a `State` and a `Gradient`:
     coupling    two streams, each moved by a function of the other
     residual    x ← x + f(x): γ = 0, which cannot be reversed
 
-The pass (`forward`) drives a state forwards, the tape (`tape`) drives it back, and the autograd nodes (`nodes`) ask its gradient.
-docs/extending.md builds a new scheme from nothing.
+The pass (`forward`) drives a state forwards, the tape (`tape`) drives it back, and the autograd nodes (`nodes`) ask
+its gradient. A scheme moves its integers in place. The state does the rest: where a step leaves the range, it is
+undone, the integers are shifted to the right, and it is taken again; the bits shifted out are kept until the way
+back. docs/extending.md builds a scheme from nothing.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
+
+from ..arithmetic.fixed import FixedPoint
+from ..arithmetic.hash import digest
+from ..arithmetic.kernels import kernels_for
+from .range import PassRange, shifted, unshifted
+
+Gradients = list[Tensor | None]
+"""Of tokens; None for zero."""
 
 
 class Gradient(Protocol):
-    """The gradient of a step. It holds no part of the state: autograd's graph keeps it until backward."""
+    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward.
+
+    Attributes:
+        observed: layers at whose input somebody looks: there the gradient of a token must not be left out.
+    """
 
     observed: set[int]
-    """Layers at whose input somebody looks: there gradients of tokens are given in full."""
 
-    def vjp(
-        self, k: int, tokens: list[Tensor | None], float_: Tensor | None, wanted: list[bool]
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        """Gradients of the tokens and the block's output that went into step k.
+    def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
+        """Gradients of the tokens and of the block's output that went into step k.
 
         Args:
             k: the step; −1 sets the initial state from an output.
-            tokens: gradients of the tokens that came out, None for zero.
-            float_: the gradient of the float that came out, which is the next block's input.
+            tokens: gradients of the tokens that came out.
+            d: the gradient of the float that came out, which is the next block's input.
             wanted: which tokens need a gradient.
         """
         ...
 
-    def enter(self, tokens: list[Tensor | None], float_: Tensor | None) -> Tensor | None:
-        """Gradient of the input."""
+    def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
+        """Gradient of the network's input."""
         ...
 
-    def leave(self, gradient: Tensor) -> list[Tensor | None]:
+    def leave(self, gradient: Tensor) -> Gradients:
         """Gradients of the tokens, from that of what `State.rest` returned."""
         ...
 
 
-class State(Protocol):
-    """The integers of one forward pass. Block k takes them from layer k to layer k + 1."""
+@dataclass
+class Widening:
+    """Before a step: the fixed point until then, the one from then on, and what was shifted out of each tensor."""
 
-    gradient: Gradient
-    tokens: int
+    before: FixedPoint
+    after: FixedPoint
+    rests: dict[str, Tensor]
+
+    def bits(self, guarded: bool) -> int:
+        """By how many bits a tensor was shifted, with or without guard digits."""
+        fewer = self.before.bits - self.after.bits
+        return fewer + self.before.guard - self.after.guard if guarded else fewer
+
+
+class State:
+    """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
+
+    A scheme defines `take`, `draw`, `undo` and `reach`, `read` and `rest`, `token` and `token_of`, and has a
+    `gradient`.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    """The attributes that hold integers."""
+    guarded: ClassVar[tuple[str, ...]] = ()
+    """Those with guard digits."""
+    tokens: ClassVar[int] = 2
     """How many tokens carry gradients from step to step. A token has the shape of a part of the state, and no values."""
-    entered: int
+    entered: ClassVar[int] = 1
     """How many of them, the first ones, depend on the input: the others start without a gradient."""
+    gradient: Any
+
+    def __init__(self, x0: Tensor, seen: PassRange, *, reversible: bool = True) -> None:
+        self.range = seen
+        self.reversible = reversible
+        self.dtype = x0.dtype
+        self.kernels = kernels_for(x0)
+        self.widenings: dict[int, Widening] = {}
 
     def token(self) -> Tensor:
         """A new token."""
-        ...
-
-    def read(self) -> Tensor:
-        """The next block's input, as a float."""
-        ...
-
-    def rest(self) -> Tensor:
-        """What a network returns besides, or instead: the velocity, or both streams in one."""
-        ...
-
-    def advance(self, k: int, y: Tensor) -> Tensor:
-        """Block k gave y: take the step; the next block's input. k = −1 sets the initial state and returns the same input."""
-        ...
-
-    def pull(self, k: int) -> Tensor:
-        """First half of undoing step k: block k's input again."""
-        ...
-
-    def retreat(self, k: int, y: Tensor) -> None:
-        """Second half: block k gave y on the input that `pull` returned."""
-        ...
-
-    def recede(self, k: int, y: Tensor) -> Tensor:
-        """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible."""
-        ...
-
-    def hash(self) -> Tensor:
-        """By which a rewound state is recognised."""
-        ...
-
-    def fork(self) -> State:
-        """A copy that goes on alone, forwards only."""
-        ...
+        raise NotImplementedError
 
     def token_of(self, k: int) -> int:
         """Which token goes with the float input of block k."""
-        ...
+        return 0
+
+    def read(self) -> Tensor:
+        """The next block's input, as a float."""
+        return self.decoded("x")
+
+    def rest(self) -> Tensor:
+        """What a network returns besides x, or instead: the velocity, or both streams in one."""
+        raise NotImplementedError
+
+    def take(self, k: int, y: Tensor) -> Tensor:
+        """Take step k in place, and note the largest values in row k + 1 of the range; the next block's input."""
+        raise NotImplementedError
+
+    def draw(self, k: int, out: Tensor | None) -> None:
+        """First half of undoing step k, in place; with `out`, fill it with the block's input."""
+        raise NotImplementedError
+
+    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        """Second half of undoing step k, in place; with `out`, `draw(k − 1, out)` after it."""
+        raise NotImplementedError
+
+    def reach(self, k: int, f: float) -> tuple[float, float]:
+        """How large x and v may be after step k, for a block's output of at most f."""
+        raise NotImplementedError
+
+    def input_name(self, k: int) -> str:
+        """Which of the integers block k reads."""
+        return "x"
+
+    @property
+    def fixed(self) -> FixedPoint:
+        """The fixed point now."""
+        return self.range.fixed
+
+    @property
+    def narrow(self) -> bool:
+        """Whether integers take fewer bytes than floats."""
+        return self.fixed.dtype.itemsize < self.dtype.itemsize
+
+    def advance(self, k: int, y: Tensor) -> Tensor:
+        """Block k gave y: take the step, in a wider range if need be; the next block's input."""
+        out = self.take(k, y)
+        if self.range.fits(k + 1):
+            return out
+        f = float(y.detach().abs().amax())
+        if self.range.given or not math.isfinite(f):
+            self.range.refuse(k + 1)
+            return out
+        self.draw(k, None)
+        self.undo(k, y, None)
+        self.widen(k, *self.reach(k, f))
+        out = self.take(k, y)
+        if not self.range.fits(k + 1):  # x does not fit its float
+            self.range.refuse(k + 1)
+        return out
+
+    def widen(self, k: int, x: float, v: float) -> None:
+        """Before step k, make room for |x| and |v| up to these."""
+        widening = Widening(self.fixed, self.range.widened(x, v), {})
+        for name in self.names:
+            high, widening.rests[name] = shifted(getattr(self, name), widening.bits(name in self.guarded))
+            setattr(self, name, high)
+        if self.reversible:
+            self.widenings[k] = widening
+        self.range.fixed = widening.after
+
+    def pull(self, k: int) -> Tensor:
+        """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
+        out = self.room()
+        widening = self.widenings.get(k)
+        if k >= 0:
+            self.draw(k, out)
+        if widening is None:
+            return out if k >= 0 else self.decoded("x", self.fixed)
+        return self.decoded(self.input_name(k), widening.before, self.before(self.input_name(k), widening))
+
+    def retreat(self, k: int, y: Tensor) -> None:
+        """Second half: block k gave y on the input that `pull` returned."""
+        self.undo(k, y, None)
+        self.end(k)
+
+    def end(self, k: int) -> None:
+        """Step k is undone for good: go back to the range before it."""
+        widening = self.widenings.pop(k, None)
+        if widening is not None:
+            for name in self.names:
+                setattr(self, name, self.before(name, widening))
+            self.range.fixed = widening.before
+
+    def recede(self, k: int, y: Tensor) -> Tensor:
+        """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible."""
+        if k in self.widenings or k - 1 in self.widenings:
+            self.retreat(k, y)
+            return self.pull(k - 1)
+        out = self.room()
+        self.undo(k, y, out)
+        self.end(k)
+        return out
+
+    def before(self, name: str, widening: Widening) -> Tensor:
+        """A tensor as it was before the widening."""
+        return unshifted(getattr(self, name), widening.rests[name], widening.bits(name in self.guarded))
+
+    def room(self) -> Tensor:
+        """Room for a float like the integers that blocks read."""
+        return torch.empty_like(getattr(self, self.names[0]), dtype=self.dtype)
+
+    def decoded(self, name: str, fixed: FixedPoint | None = None, q: Tensor | None = None) -> Tensor:
+        """Integers as a float."""
+        q = getattr(self, name) if q is None else q
+        out = torch.empty_like(q, dtype=self.dtype)
+        self.kernels.decode(q, 2.0 ** -(fixed or self.fixed).bits, out)
+        return out
+
+    def hash(self) -> Tensor:
+        """By which a rewound state is recognised."""
+        total = digest(getattr(self, self.names[0]))
+        for seed, name in enumerate(self.names[1:], start=1):
+            digest(getattr(self, name), total, seed)
+        return total
+
+    def first_range(self, x0: Tensor) -> PassRange:
+        """A range that begins as the one of this pass did."""
+        first = min(self.widenings, default=None)
+        return self.range.again(x0, self.fixed if first is None else self.widenings[first].before)
+
+    def copy(self) -> Any:
+        """A copy that can be moved alone."""
+        other = copy.copy(self)
+        for name in self.names:
+            setattr(other, name, getattr(self, name).clone())
+        other.range = copy.copy(self.range)
+        other.widenings = dict(self.widenings)
+        return other
+
+    def fork(self) -> Any:
+        """A copy that goes on alone, forwards only."""
+        other = self.copy()
+        other.reversible = False
+        return other
 
     def free(self) -> None:
         """Let go of every tensor of the state."""
-        ...
+        self.widenings = {}
+        for name in self.names:
+            delattr(self, name)

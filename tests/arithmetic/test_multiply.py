@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.core.multiply import multiply
-from retrograde.core.rational import LIMIT
-from retrograde.stack.algorithm1 import divide_ref, multiply_ref
-from retrograde.stack.buffers import next_bound
+from algorithm1 import divide_ref, multiply_ref
+from retrograde.arithmetic.buffers import next_bound
+from retrograde.arithmetic.multiply import multiply
+from retrograde.arithmetic.ratio import LIMIT
 
 ratios = st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p)))
 small_ratios = st.fractions(Fraction(1, 50), 1, max_denominator=200).filter(lambda g: 0 < g < 1)

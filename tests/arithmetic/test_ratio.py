@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.core.rational import LIMIT, as_ratio, as_ratios, gain
+from retrograde.arithmetic.ratio import LIMIT, as_ratio, as_ratios, gain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A state of the integer recurrence and a step on it, by two sets of bodies."""
+"""A state of the integer recurrence and a step on it, by two sets of kernels: those of a module, and the reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.core import ops as plain
-from retrograde.core.rational import gain
-from retrograde.stack import graph
+from retrograde.arithmetic import reference
+from retrograde.arithmetic.ratio import gain
 
 
 def state(
@@ -42,23 +41,23 @@ def state(
 def step_both(
     ours: Any, state_: tuple[Any, ...], gamma: Fraction, form: int, guard: int
 ) -> tuple[list[Any], list[Any]]:
-    """State after a step on and a step back, by our bodies and by the plain ones."""
+    """The state after a step on and a step back, by our kernels and by the reference."""
     found = []
-    for module in (ours, plain):
+    for module in (ours, reference):
         x, v, i, y, out = (None if t is None else t.clone() for t in state_)
         watch = torch.zeros(2, device=x.device)
         n, d = gamma.numerator, gamma.denominator
         step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, form)
         mask = bits(x) if form == 2 else None
-        module.advance_(x, v, i, *step, guard, out, watch, mask)
+        module.advance(x, v, i, *step, guard, out, watch, mask)
         trace = [t if t is None else t.clone() for t in (x, v, i, out, watch, mask)]
         if n:
-            module.pull_(x, v, 2.0**-20, guard, out)
+            module.pull(x, v, 2.0**-20, guard, out)
             trace.append(out.clone())
             further = [None if t is None else t.clone() for t in (x, v, i)]
-            module.retreat_(*further, *step, guard, out)  # and the first half of the step before
+            module.retreat(*further, *step, guard, out)  # and the first half of the step before
             trace += [*further, out.clone()]
-            module.retreat_(x, v, i, *step, guard, None)
+            module.retreat(x, v, i, *step, guard, None)
             trace += [x, v, i]
         found.append(trace)
     return found[0], found[1]
@@ -72,20 +71,19 @@ def bits(x: Tensor) -> Tensor:
 def carried(
     ours: Any, shape: tuple[int, ...], dtype: torch.dtype, carried_in: torch.dtype, form: int, device: str = "cpu"
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Gradients of a step by our body, where it takes them, and by its definition: with and without each that may be missing."""
+    """Gradients of a step by our kernel and by the reference: with and without each tensor that may be missing."""
     p, h, d = (torch.randn(shape).to(t).to(device) for t in (carried_in, carried_in, dtype))
     mask, later = (torch.randint(0, 256, bits(p).shape, dtype=torch.uint8).to(device) for _ in range(2))
     mask = mask if form == 2 else None
     for *given, after in ((p, h, None), (None, h, None), (None, h, later), (p, None, None), (None, None, None)):
         for wanted in (True, False):
             found = []
-            for body in (ours, None):
+            for body in (ours, reference):
                 p_, h_, d_ = (None if t is None else t.clone() for t in (*given, d))
                 gy = torch.empty_like(d, dtype=carried_in)
                 cast = gy if dtype == carried_in and mask is None else torch.empty_like(gy, dtype=dtype)
                 out = None if not wanted else torch.empty_like(gy) if p_ is None else p_
                 factors = (9.0, 0.7, 1.7, 0.1, form)
-                if body is None or not body(p_, h_, d_, factors, out, gy, cast, mask, after):
-                    graph.carry(p_, h_, d_, factors, out, gy, cast, mask, after)
+                body.carry(p_, h_, d_, factors, out, gy, cast, mask, after)
                 found.append([gy, cast, *([out] if out is not None else [])])
             yield found[0], found[1]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.stack.buffers import buffers, next_bound
+from retrograde.arithmetic.buffers import buffers, next_bound
 
 NINE_TENTHS = Fraction(9, 10)
 WIDTHS = (torch.uint8, torch.int16, torch.int32)

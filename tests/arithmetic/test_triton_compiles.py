@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from retrograde.kernels import cuda
+from retrograde.arithmetic import cuda
 
 RATIO = ["i64", "i32", "i32", "u32", "i32", "u32", "i32", "i32", "fp32", "fp32", "i32"]  # size, n, d, ..., scale, unit, guard
 

@@ -1,7 +1,7 @@
 """What must hold on a GPU, as a plain script: it needs no test runner and nothing installed but PyTorch, Triton and NumPy.
 
-    PYTHONPATH=src python tests/kernels/gpu_check.py             # every case; exit code 1 if one fails
-    PYTHONPATH=src python tests/kernels/gpu_check.py graph       # cases with this in their name
+    PYTHONPATH=src:tests python tests/arithmetic/gpu_check.py             # every case; exit code 1 if one fails
+    PYTHONPATH=src:tests python tests/arithmetic/gpu_check.py graph       # cases with this in their name
 
 On a machine without a GPU the same cases run on the CPU (nothing is captured there), which is how they are tested.
 """
@@ -26,20 +26,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import retrograde as rg
-from retrograde.core import ops
-from retrograde.core.verify import digest, digest_ref, words
+from retrograde.arithmetic import reference
+from retrograde.arithmetic.hash import words
+from retrograde.arithmetic.kernels import kernels_for
 
 Case = Callable[[str], str]
 NINE_TENTHS = Fraction(9, 10)
 
 
 def kernels(device: str) -> Any:
-    assert device in ops.registered, f"there are no kernels for {device}: is Triton installed?"
-    return ops.registered[device]
+    found = kernels_for(torch.empty(1, device=device))
+    assert found is not reference, f"there are no kernels for {device}: is Triton, or a C compiler, installed?"
+    return found
 
 
 def steps_are_those_of_plain_torch(device: str) -> str:
-    """The integer steps, on and back, by the kernels of the device and by their definition."""
+    """The integer steps, on and back, by the kernels of the device and by their definition; on aligned memory and on other."""
     ours, count = kernels(device), 0
     for integers in (torch.int32, torch.int16):
         for dtype in (torch.float32, torch.bfloat16):
@@ -47,13 +49,27 @@ def steps_are_those_of_plain_torch(device: str) -> str:
                 for width in (torch.uint8, torch.int16):
                     drawn = state(NINE_TENTHS, (3, 40_000), width, "contiguous", dtype, 5, integers)
                     on = tuple(None if t is None else t.to(device) for t in drawn)
-                    found, wanted = step_both(ours, on, NINE_TENTHS, form, 3)
-                    count += same(found, wanted)
+                    for given in (on, on, tuple(None if t is None else Shifted(t) for t in on)):
+                        found, wanted = step_both(ours, given, NINE_TENTHS, form, 3)
+                        count += same(found, wanted)
     return f"{count} tensors"
 
 
+class Shifted(Tensor):
+    """Marks a tensor whose copies are to begin one element after an aligned address."""
+
+    @staticmethod
+    def __new__(cls, t: Tensor) -> Any:
+        return t.as_subclass(cls)
+
+    def clone(self, **_: Any) -> Tensor:  # type: ignore[override]
+        t = self.as_subclass(Tensor)
+        memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        return memory[1:].view(t.shape).copy_(t)
+
+
 def gradients_are_carried_as_in_plain_torch(device: str) -> str:
-    ours, count = kernels(device).carry, 0
+    ours, count = kernels(device), 0
     for carried_in in (torch.float32, torch.bfloat16):
         for dtype in (torch.float32, torch.bfloat16):
             for form in range(3):
@@ -63,14 +79,14 @@ def gradients_are_carried_as_in_plain_torch(device: str) -> str:
 
 
 def hash_is_that_of_plain_torch(device: str) -> str:
-    ours, count = kernels(device).digest, 0
+    ours, count = kernels(device), 0
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int16, torch.uint8):
         for shape in ((1,), (1000,), (70_001,), (33, 4097), (2**23 + 77,)):
-            t = (torch.randn(shape, device=device) * 50).to(dtype)
-            found = torch.zeros((), dtype=torch.int64, device=device)
-            if not ours(t, found, 3, 1):  # no compiler here
-                digest(t, found, 3, 1)
-            count += same([found], [digest_ref(words(t), 3)])
+            t = words((torch.randn(shape, device=device) * 50).to(dtype))
+            found, wanted = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+            ours.digest(t, found, 3, 1)
+            reference.digest(t, wanted, 3, 1)
+            count += same([found], [wanted])
     return f"{count} hashes"
 
 
@@ -84,19 +100,19 @@ class Conv(nn.Module):
         return torch.relu(x + self.f(x))
 
 
-def conv(memory: str, state_bits: int | str = "auto", **rest: Any) -> nn.Module:
-    return rg.MomentumNet([Conv(16) for _ in range(12)], form="block", memory=memory, state_bits=state_bits, **rest)
+def conv(memory: str, fixed_point: str = "auto", **rest: Any) -> nn.Module:
+    return rg.MomentumNet([Conv(16) for _ in range(12)], form="block", memory=memory, fixed_point=fixed_point, **rest)
 
 
-def conv_relu(memory: str, state_bits: int | str = "auto", **rest: Any) -> nn.Module:
+def conv_relu(memory: str, fixed_point: str = "auto", **rest: Any) -> nn.Module:
     """As `conv`, with the additions and relus in the steps."""
-    return rg.MomentumNet([Conv(16).f for _ in range(12)], form="relu", memory=memory, state_bits=state_bits, **rest)
+    return rg.MomentumNet([Conv(16).f for _ in range(12)], form="relu", memory=memory, fixed_point=fixed_point, **rest)
 
 
-def transformer(memory: str, state_bits: int | str = "auto", **rest: Any) -> nn.Module:
+def transformer(memory: str, fixed_point: str = "auto", **rest: Any) -> nn.Module:
     layer = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
-    return rg.convert(encoder, memory=memory, state_bits=state_bits, **rest)
+    return rg.convert(encoder, memory=memory, fixed_point=fixed_point, **rest)
 
 
 def trained(net: nn.Module, x: Tensor, amp: bool, steps: int = 3) -> list[Tensor]:
@@ -118,11 +134,11 @@ def mode_changes_no_bit(make: Callable[..., nn.Module], x: Tensor) -> str:
     count, before = 0, torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True  # else weight gradients differ between two plain runs
     try:
-        for amp, state_bits in ((False, "auto"), (True, "auto"), (True, 16)):
+        for amp, fixed_point in ((False, "auto"), (True, "auto"), (True, "int16")):
             found = {}
             for memory in ("store", "reverse", "checkpoint"):
                 torch.manual_seed(0)
-                found[memory] = trained(make(memory, state_bits).to(x.device), x, amp)
+                found[memory] = trained(make(memory, fixed_point).to(x.device), x, amp)
             count += same(found["reverse"], found["store"]) + same(found["checkpoint"], found["store"])
     finally:
         torch.backends.cudnn.deterministic = before
@@ -153,7 +169,7 @@ def graph_capture_of_a_training_step(device: str) -> str:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)]
         # a range of its own: one that follows the activations stands still in a graph
-        net = rg.MomentumNet(blocks, memory="reverse", fraction_bits=22).to(device)
+        net = rg.MomentumNet(blocks, memory="reverse", fixed_point=rg.FixedPoint(22, torch.int32)).to(device)
         optimizer, untrained = torch.optim.SGD(net.parameters(), 0.1), next(net.parameters()).detach().clone()
 
         def step(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> None:
@@ -189,9 +205,11 @@ def graph_replays_are_judged(device: str) -> str:
     found = []
     for kind in ("reverse", "checkpoint", "converted"):
         blocks, x = [Drifting(device) for _ in range(10)], torch.randn(4, 8, device=device)
-        net = rg.convert(nn.Sequential(*blocks), stages=["*"], memory="reverse", fraction_bits=22) if kind == "converted" else (
-            rg.MomentumNet(blocks, memory=kind, fraction_bits=22)
-        )  # fmt: skip
+        fixed_point = rg.FixedPoint(22, torch.int32)
+        if kind == "converted":
+            net = rg.convert(nn.Sequential(*blocks), stages=["*"], memory="reverse", fixed_point=fixed_point)
+        else:
+            net = rg.MomentumNet(blocks, memory=kind, fixed_point=fixed_point)
         net.to(device)
         held = x.clone()
 
@@ -249,7 +267,9 @@ def graph_in_the_trainer(device: str) -> str:
                     "thin-resnet20", classes=10, channels=3, gamma=gamma, memory="auto" if gamma else "store"
                 ).to(device)
                 for _, part in momentum_nets(net):
-                    part.range.setting = 20  # one that follows the activations stands still in a graph
+                    part.range.setting = rg.FixedPoint(
+                        20, torch.int32
+                    )  # one that follows the activations stands still in a graph
                 recipe = Recipe(
                     epochs=1, batch=16, rate=0.1, schedule="constant", amp=amp, accumulate=accumulate, graph=graph
                 )
@@ -290,7 +310,7 @@ class Unsteady(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)) * float(np.random.rand())  # noqa: NPY002
+        return torch.tanh(self.linear(x)) * torch.full((8,), float(np.random.rand()), device=x.device)  # noqa: NPY002
 
 
 def unsteady_blocks_are_found(device: str) -> str:
@@ -308,7 +328,7 @@ def steady_blocks_pass_every_check(device: str) -> str:
     count = 0
     for make, shape in ((conv, (4, 16, 16, 16)), (conv_relu, (4, 16, 16, 16)), (transformer, (4, 16, 64))):
         for memory in ("reverse", "checkpoint"):
-            for verify in ("end", "blocks"):
+            for verify in ("auto", "strict"):
                 for amp in (False, True):
                     trained(make(memory, verify=verify).to(device), torch.randn(shape, device=device), amp)
                     count += 1
