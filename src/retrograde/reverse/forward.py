@@ -66,6 +66,7 @@ class Pass:
         self.k = 0
         self.check = check
         self.device = x0.device
+        self.inference = torch.is_inference_mode_enabled()
         self.plain = isinstance(state, Residual)
         self.take = applied(Step)
         self.tokens: list[Tensor] = []
@@ -126,7 +127,7 @@ class Pass:
     def resume(self, x: Tensor, through: bool) -> None:
         """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
         self.x = x
-        if x.is_inference() and not torch.is_inference_mode_enabled():
+        if self.inference and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "the blocks before were run in inference_mode, whose tensors cannot be gone on with outside of it. Use torch.no_grad()."
             )
