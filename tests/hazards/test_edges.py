@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
+from retrograde.convert.convert import stages_of
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 REPLAYING = ["reverse", "checkpoint"]
@@ -197,3 +198,18 @@ def test_options_are_checked_where_they_are_set(name: str) -> None:
     net = rg.MomentumNet([nn.Linear(8, 8)])
     with pytest.raises(ValueError, match="bogus"):
         setattr(net, name, "bogus")
+
+
+def test_a_pass_is_open_in_its_own_thread_alone() -> None:
+    """What the test above shows by luck of timing."""
+    model, seen = loop(), []
+    (stage,) = stages_of(model)
+    passes = lambda: seen.append(len(stage.open.passes))  # noqa: E731
+
+    def look(module: nn.Module, args: Any, x: Tensor) -> None:
+        in_threads([passes])
+        passes()
+
+    model[2].register_forward_hook(look)
+    model(X)
+    assert seen == [0, 1]
