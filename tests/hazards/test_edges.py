@@ -213,3 +213,16 @@ def test_a_pass_is_open_in_its_own_thread_alone() -> None:
     model[2].register_forward_hook(look)
     model(X)
     assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("velocity", ["first", nn.Linear(8, 8).double()])
+def test_nothing_is_run_again_where_everything_is_stored(velocity: Any) -> None:
+    """What makes the initial velocity included."""
+    calls = [0]
+    blocks = [nn.Linear(8, 8).double() for _ in range(3)]
+    for block in (*blocks, *([velocity] if isinstance(velocity, nn.Module) else [])):
+        block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    y = rg.MomentumNet(blocks, velocity=velocity, memory="store")(X)
+    before = calls[0]
+    y.square().sum().backward()
+    assert calls[0] == before == 4
