@@ -61,30 +61,19 @@ One fixed point holds all x of a pass, as fine as the largest allows. What that 
   to fewer than 8 binary digits (3 with 16-bit state, 24 in float64), a warning says so; that of a single element does not show.
 """
 VERIFY_NOTE = """\
-What `verify="off"` lets through is always of one kind: a block that reads something other than its input, its parameters, its
-buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint` and
-the others are wrong there as well, or right by luck where the quantity enters no saved tensor.
+What `verify="off"` lets through: a block that reads something other than its input, its parameters, its buffers, torch's generators
+and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint` and the others are wrong there as
+well, or right by luck where the quantity enters no saved tensor.
 
-The default, `verify="auto"`, sees it. In reverse mode v is hashed at every eighth layer of forward and where the gradients begin,
-and must hash to the same where backward ends; a wrong output anywhere above moves it. In checkpoint mode the output of each block
-is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP of
-two products, on a CPU), so their replay stops where the gradient has all it is made of, and what their last products are made of
-is hashed, which determines the output, and the first 4,096 elements of everything else saved (of a transformer's layer: the
-inputs of its last two products, a sixth of what it saves). Where autograd does not have that (a last weight that is frozen),
-everything saved is hashed. Three kinds of tensor cannot be, because libraries leave anything in them: rows of bytes, uint64, and
-single int64 numbers; a block that saves one is run to its end, with the default only if it has no fused attention or cuDNN layer.
-Of parameters the first 4,096 elements are taken: plain autograd, too, holds them as they are. On a CPU the error comes at the end
-of the backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
-`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by block, and
-an output on which no gradient depends may differ), `verify="blocks"` names the block.
+The default, `verify="auto"`, compares every replay with the first run. What the block saved for autograd is hashed both times, up to
+1,024 elements of each tensor; gradients are made of nothing else. In reverse mode the state must hash to what it was at the first block
+that is run again, too, so an output that is not that of forward is seen in any block. On a CPU the error comes at the end of
+the backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is.
+`verify="strict"` hashes all of every tensor, and the output, names the block, and raises before its gradients are made.
 
-What enters the gradient alone and not the output is not seen where outputs or states are compared: in reverse mode, and in
-checkpoint mode in blocks that do not end in a product. None of the rows below is of that kind. Three are known, each with
-something that torch's generators did not draw (NumPy's numbers, say; gradients were then wrong by more than their size): what is
-multiplied by a gate of zeros, as ReZero, LayerScale and LoRA's B are at the start; the mask of a straight-through estimator, m·y
-+ ((1 − m)·y).detach(); a factor that a Function of one's own saves for its backward. `verify="blocks"` sees all three in both
-modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above and copies of
-running statistics. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
+Not hashed, because libraries leave anything in them: rows of bytes, uint64, and single int64 numbers; the noise of a random relu in
+evaluation; the table of a CTC loss. Parameters and buffers are watched by their versions: a change through `.data` is seen where it
+moves what is saved. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
 """
 
 

@@ -79,7 +79,7 @@ def test_replaced_blocks_are_seen() -> None:
 
 def test_one_gamma_per_group_and_a_budget() -> None:
     blocks, x = stack("mlp", 6)
-    net = rg.MomentumNet(blocks, gamma=[0.5, 0.9, 0.75], every=2, budget=10**7, fraction_bits=20)
+    net = rg.MomentumNet(blocks, gamma=[0.5, 0.9, 0.75], every=2, memory=10**7, fraction_bits=20)
     net(x).sum().backward()
     net(x).sum().backward()
     assert net.plan.stored == net.plan.depth == 3

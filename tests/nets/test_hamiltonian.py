@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from problems import Mlp, same_in_every_mode
-from retrograde.measure.memory import held_bytes
+from retrograde.memory import held_bytes
 from retrograde.nets.hamiltonian import HamiltonianBlock, HamiltonianNet
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import retrograde as rg
 from problems import Mlp, same_in_every_mode
-from retrograde.measure.memory import peak_memory
+from retrograde.memory import peak_memory
 from retrograde.stack.momentum import Momentum
 
 REPLAYING = ["reverse", "checkpoint"]

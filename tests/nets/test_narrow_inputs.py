@@ -15,27 +15,20 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from problems import Attention, Mlp, assert_same_bits, conv, train_step
-from retrograde.core.call import Extra
-from retrograde.measure import peak_memory
-from retrograde.nets import budget as budgets
-from retrograde.stack import timeline
+from retrograde.memory import peak_memory, schedule
+from retrograde.memory.budget import Step
+from retrograde.memory.modes import MemoryPlan, holding, leanest
+from retrograde.memory.schedule import RESERVE, Choice, chain
 from retrograde.stack.kept import Held
-from retrograde.stack.planner import Plan, holding, leanest
-from retrograde.stack.timeline import RESERVE, Choice, chain
 
-MIXED = [Plan(0, 8, 0), Plan(3, 5, 0), Plan(2, 3, 3), Plan(0, 4, 4), Plan(7, 1, 0)]
+MIXED = [MemoryPlan(0, 8, 0), MemoryPlan(3, 5, 0), MemoryPlan(2, 3, 3), MemoryPlan(0, 4, 4), MemoryPlan(7, 1, 0)]
 """Of eight blocks: all kept, or some."""
 
 
-def planned(net: rg.MomentumNet, plan: Plan) -> rg.MomentumNet:
+def planned(net: rg.MomentumNet, plan: MemoryPlan) -> rg.MomentumNet:
     """The network with a plan of our choice."""
     net = copy.deepcopy(net)
-
-    class Always(budgets.Planner):
-        def plan(self, *_: Any) -> tuple[Plan, None]:
-            return plan, None
-
-    net._planner = Always(1)
+    net._stack.planned = plan
     return net
 
 
@@ -86,7 +79,7 @@ def test_no_bit_differs_from_stored_blocks(
     x = torch.randn(shape, requires_grad=True)
     if len(shape) == 4:
         x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
-    expected = train_step(Cast(planned(net, Plan(0, 0, 8)), amp), x)
+    expected = train_step(Cast(planned(net, MemoryPlan(0, 0, 8)), amp), x)
     assert not held
     for plan in MIXED:
         held.clear()
@@ -109,11 +102,11 @@ def test_replays_are_checked(verify: str) -> None:
 
     net = rg.MomentumNet([Moody() for _ in range(8)], state_bits=16, verify=verify)
     x = torch.randn(3, 8)
-    expected = train_step(planned(net, Plan(0, 0, 8)), x)
+    expected = train_step(planned(net, MemoryPlan(0, 0, 8)), x)
     for plan in MIXED:
         assert_same_bits(expected, train_step(planned(net, plan), x))
     net.blocks[7].moody = True
-    for plan in (Plan(0, 8, 0), Plan(3, 5, 0)):
+    for plan in (MemoryPlan(0, 8, 0), MemoryPlan(3, 5, 0)):
         with pytest.raises(rg.ReplayError, match="block 7 did not repeat itself"):
             train_step(planned(net, plan), x)
 
@@ -121,7 +114,7 @@ def test_replays_are_checked(verify: str) -> None:
 def test_twice_through_the_graph_and_of_second_order() -> None:
     net, found = rg.MomentumNet([Mlp() for _ in range(8)], state_bits=16), []
     x = torch.randn(3, 8)
-    for plan in (Plan(0, 0, 8), *MIXED):
+    for plan in (MemoryPlan(0, 0, 8), *MIXED):
         other, leaf = planned(net, plan), x.clone().requires_grad_()
         y = other(leaf).square().sum()
         once = torch.autograd.grad(y, [leaf, *other.parameters()], retain_graph=True)
@@ -140,7 +133,7 @@ def test_a_block_that_writes_to_its_input() -> None:
             return super().forward(x.mul_(0.5))
 
     net, x = rg.MomentumNet([Writes() for _ in range(8)], state_bits=16), torch.randn(3, 8)
-    expected = train_step(planned(net, Plan(0, 0, 8)), x)
+    expected = train_step(planned(net, MemoryPlan(0, 0, 8)), x)
     for plan in MIXED:
         assert_same_bits(expected, train_step(planned(net, plan), x))
 
@@ -232,16 +225,14 @@ SWEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, dict[str, 
 }
 
 
-def simulated(net: rg.MomentumNet, x: Tensor, plan: Plan) -> tuple[list[int], timeline.Track]:
-    extra = Extra((), {})
-    return budgets.simulated(
-        net, net._groups(), net._launch(extra), net.recurrence, net.form, plan, x, extra, verified=False
-    )
+def observed(net: rg.MomentumNet, x: Tensor, plan: MemoryPlan) -> Step:
+    """A step by this plan without values."""
+    return net._scheduler.step(net, [net._stack], (x,), {}, {"network": plan})
 
 
 def links_of(net: rg.MomentumNet, x: Tensor) -> list[Choice]:
-    usage, track = simulated(net, x, leanest(net.recurrence, x.dtype))
-    return chain(usage, [track])
+    step = observed(net, x, leanest(net.recurrence, x.dtype))
+    return chain(step.usage, list(step.tracks.values()))
 
 
 @pytest.mark.parametrize("kind", SWEPT)
@@ -256,11 +247,13 @@ def test_every_plan_takes_what_is_predicted(kind: str, amp: bool) -> None:
         for a, b in pairwise(links):
             assert b.cost < a.cost
         for link in links[:: 1 if kind == "few" else 4]:
-            needed = max(simulated(net, x, link.plans[0])[0])
+            needed = max(observed(net, x, link.plans[0]).usage)
             assert needed <= link.peak * (1 + RESERVE)
-            assert link.peak <= needed * 1.1
+            assert link.peak <= needed * (
+                1.16 if amp else 1.1
+            )  # products of a replay, which a stored block does not have
     assert any(link.plans[0].kept for link in links)
-    assert links[-1].plans == (Plan(0, 0, depth),)
+    assert links[-1].plans == (MemoryPlan(0, 0, depth),)
 
 
 @pytest.mark.parametrize("widest", [0, 5])
@@ -268,13 +261,14 @@ def test_the_float_at_hand_is_counted_beside_the_integers(widest: int) -> None:
     """Where the block that sets the peak keeps its input. A block that is reversed has its output there instead, save the first."""
     net = rg.MomentumNet([Mlp(32, 512 if k == widest else 64) for k in range(6)], state_bits=16)
     x = torch.randn(512, 32)
-    usage, track = simulated(net, x, Plan(6, 0, 0))
-    now, plan = torch.tensor(usage), Plan(6, 0, 0)
+    step = observed(net, x, MemoryPlan(6, 0, 0))
+    (track,) = step.tracks.values()
+    now, plan = torch.tensor(step.usage), MemoryPlan(6, 0, 0)
     for r in range(5, -1, -1):
-        before, plan = plan, Plan(r, 6 - r, 0)
-        for start, end, more in track.changes(before, plan, range(r, r + 1)):
+        before, plan = plan, MemoryPlan(r, 6 - r, 0)
+        for start, end, more in track.changes(before, plan, r):
             now[start : max(start, end)] += more
-        needed = max(simulated(net, x, plan)[0])
+        needed = max(observed(net, x, plan).usage)
         assert needed <= int(now.max()) <= needed + 0.6 * x.nbytes
 
 
@@ -286,7 +280,7 @@ def test_a_budget_keeps_twice_the_inputs(monkeypatch: pytest.MonkeyPatch) -> Non
     kept = {}
     for name in ("integers", "floats"):
         if name == "floats":
-            monkeypatch.setattr(timeline, "input_bytes", lambda recurrence, dtype: dtype.itemsize)
+            monkeypatch.setattr(schedule, "input_bytes", lambda recurrence, dtype: dtype.itemsize)
         inside = [link for link in links_of(net, x) if link.peak <= least + 8 * x.nbytes]
         kept[name] = inside[-1].plans[0].kept
     assert kept == {"floats": 9, "integers": 17}  # the last block's own float is there in any plan

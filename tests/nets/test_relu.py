@@ -14,9 +14,9 @@ from retrograde.core.call import Extra
 from retrograde.core.fixedpoint import FixedPoint, integer_dtype
 from retrograde.core.rational import as_ratios
 from retrograde.kernels import native
+from retrograde.memory.modes import MemoryPlan
 from retrograde.stack.forward import Forward
 from retrograde.stack.momentum import Recurrence
-from retrograde.stack.planner import Plan
 
 MODES = ["reverse", "checkpoint", "store"]
 
@@ -163,7 +163,7 @@ def test_reversed_kept_and_stored_blocks_in_one_pass(plan: tuple[int, int, int],
     blocks, x = nn.ModuleList([Conv(3) for _ in range(6)]).to(dtype), torch.randn(3, 3, 5, 7).to(dtype)
     recurrence, fixed = Recurrence(as_ratios(0.9, 6), "relu"), FixedPoint(18, integer_dtype(dtype))
     found = []
-    for how in (Plan(0, 0, 6), Plan(*plan)):
+    for how in (MemoryPlan(0, 0, 6), MemoryPlan(*plan)):
         leaf = x.clone().requires_grad_()
         run = Forward(leaf, recurrence, fixed, verify="end", **how.arguments)
         for block in blocks:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from problems import Mlp, assert_same_bits, conv, same_in_every_mode, train_step
-from retrograde.measure.memory import held_bytes
+from retrograde.memory import held_bytes
 from retrograde.nets.coupling import CouplingNet
 from retrograde.nets.revnet import RevNet, parameters
 

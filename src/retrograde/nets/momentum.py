@@ -244,10 +244,10 @@ class MomentumNet(nn.Module):
         return run
 
     def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
+        rectifies = self.recurrence.form == "relu"
         for k, block in enumerate(self._steps()):
-            run.step(
-                block if observer is None else observer.watch(k, block), extra, form="block" if whole(block) else None
-            )
+            form = "block" if rectifies and whole(block) else None
+            run.step(block if observer is None else observer.watch(k, block), extra, form=form)
         return run
 
     def _steps(self) -> tuple[Any, ...]:

@@ -138,7 +138,7 @@ class MomentumGradient:
                 "Return a changed copy instead."
             )
         given = next(g for g in (d, h, p) if g is not None)
-        d = given.new_zeros(()).expand(given.shape) if d is None else with_address(d)
+        d = given.new_zeros(()).expand(given.shape) if d is None else d if type(d) is Tensor else with_address(d)
         factors = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], self.form_of(k))
         after = self.masks.get(k + 1) if p is None and h is not None else None
         mask = self._mask(k)
@@ -355,4 +355,13 @@ class Momentum(State):
         """Of the kernels: y, the dtype of x̃, n, d, scale, unit and form."""
         n, d, _, factor = self.recurrence.factors[k]
         scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
-        return with_address(y.detach()), self.dtype, n, d, scale, 2.0**-self.fixed.bits, self.gradient.form_of(k)
+        y = y.detach()
+        return (
+            y if type(y) is Tensor else with_address(y),
+            self.dtype,
+            n,
+            d,
+            scale,
+            2.0**-self.fixed.bits,
+            self.gradient.form_of(k),
+        )

@@ -112,9 +112,9 @@ class PassRange:
     """
 
     def __init__(self, x0: Tensor, fixed: FixedPoint, rows: int, *, known: bool, given: bool, overflow: str) -> None:
-        self.fixed = fixed
         self.dtype = x0.dtype
         self.given = given
+        self.hold(fixed)
         self.raises = overflow == "raise"
         has_values = type(x0) in (Tensor, Parameter) and not x0.is_meta
         self.looks = has_values and (x0.device.type == "cpu" or not (known or given)) and not capturing(x0)
@@ -130,12 +130,11 @@ class PassRange:
         """For another pass like this one, beginning with this fixed point."""
         return PassRange(x0, fixed, len(self.rows), known=True, given=self.given, overflow="nan")
 
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Of |v| and |x|, as integers. x must fit its float, too."""
-        fixed = self.fixed
+    def hold(self, fixed: FixedPoint) -> None:
+        """Use this fixed point from now on. `limits` are of |v| and |x|, as integers; x must fit its float, too."""
+        self.fixed = fixed
         largest = torch.finfo(self.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
-        return fixed.limit, min(fixed.limit, largest)
+        self.limits = fixed.limit, min(fixed.limit, largest)
 
     def fits(self, row: int) -> bool:
         """Whether the values of this row are in range, as far as that is looked at now."""

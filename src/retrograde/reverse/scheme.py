@@ -170,7 +170,7 @@ class State:
             setattr(self, name, high)
         if self.reversible:
             self.widenings[k] = widening
-        self.range.fixed = widening.after
+        self.range.hold(widening.after)
 
     def pull(self, k: int) -> Tensor:
         """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
@@ -193,7 +193,7 @@ class State:
         if widening is not None:
             for name in self.names:
                 setattr(self, name, self.before(name, widening))
-            self.range.fixed = widening.before
+            self.range.hold(widening.before)
 
     def recede(self, k: int, y: Tensor) -> Tensor:
         """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible."""
