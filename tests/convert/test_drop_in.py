@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy, step
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import assert_same_bits
 from retrograde.convert.convert import stages_of
 from retrograde.extras import require

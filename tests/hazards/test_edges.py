@@ -1,4 +1,4 @@
-"""What blocks and loops do beside computing x: threads, side losses, caches, checkpoints of the model's own. Right, or a clear error."""
+"""What blocks and loops do beside computing x: threads, side losses, caches, the model's own checkpoints. Right, or a clear error."""
 
 from __future__ import annotations
 

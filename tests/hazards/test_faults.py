@@ -42,7 +42,7 @@ class Fragile(nn.Module):
 class _Mallinfo(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
     )
 
 
