@@ -30,7 +30,7 @@ from ..stack.momentum import Recurrence
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding, leanest
 from .schedule import Choice, Track, chain, estimated, with_reserve, within
-from .step import mean_of_squares
+from .step import bytes_of, mean_of_squares
 
 KINDS = 64
 """Kinds of input whose plans are remembered."""
@@ -174,7 +174,7 @@ class Recorder:
         """The leanest step, from a real one. None if that did not run all blocks."""
         if not self.once or not all(track.seen for track in self.once.values()):
             return None
-        largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+        largest = max((bytes_of([p]) for p in model.parameters()), default=0)
         usage = estimated([(self.tracks[name], k) for name, k in self.order], largest, self.outside)
         return Step(usage, self.once)
 
@@ -220,7 +220,7 @@ def observe(
         for i in (backward - 1, backward):
             usage[i] += outputs * output
     if any(stack.strict for stack in stacks):
-        gradients = sum(p.numel() * p.element_size() for p in fake.model.parameters() if p.requires_grad)
+        gradients = bytes_of(p for p in fake.model.parameters() if p.requires_grad)
         usage[backward:] = [n + gradients for n in usage[backward:]]
     tracks = {name: track for name, track in recorder.once.items() if track.complete}
     for track in tracks.values():

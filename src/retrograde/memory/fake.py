@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.ops import registered
-from .step import tensors_of
+from .step import bytes_of, tensors_of
 
 
 def _nothing(*_: Any) -> bool:
@@ -46,18 +46,13 @@ def _step(x: Tensor, v: Tensor, i: Any, y: Tensor, *others: Any) -> None:
         y.float()
 
 
-def _encode(x: Tensor, *others: Any) -> bool:
-    """Whether the tensor's device has a kernel for it, which makes nothing else."""
-    return hasattr(registered.get(x.device.type), "encode") and x.dtype != torch.float64
-
-
-def _decode(q: Tensor, *others: Any) -> bool:
-    """As `_encode`."""
-    return hasattr(registered.get(q.device.type), "decode") and q.dtype != torch.int64
+def _converts(t: Tensor, *others: Any) -> bool:
+    """Whether the device has a kernel for encoding or decoding this tensor, which makes nothing else."""
+    return hasattr(registered.get(t.device.type), "encode") and t.dtype not in (torch.float64, torch.int64)
 
 
 KERNELS = SimpleNamespace(
-    advance_=_step, pull_=_nothing, retreat_=_step, carry=_nothing, encode=_encode, decode=_decode
+    advance_=_step, pull_=_nothing, retreat_=_step, carry=_nothing, encode=_converts, decode=_converts
 )
 """The integer steps on tensors without values: what each allocates."""
 
@@ -335,7 +330,7 @@ def run_step(fake: Copy, loss: Callable[[Any], Tensor], autocast: torch.dtype | 
         out = fake.model(*fake.args, **fake.kwargs)
         scalar = loss(out)
     torch.clear_autocast_cache()  # an outer autocast would hold the casts on
-    size = sum(t.numel() * t.element_size() for t in tensors_of(out) if t.is_floating_point())
+    size = bytes_of(t for t in tensors_of(out) if t.is_floating_point())
     del out
     held = fake.meter.now
     interval = fake.meter.mark()
