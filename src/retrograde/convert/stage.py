@@ -62,10 +62,11 @@ class Settings:
 
 
 class Pass(Forward):
-    """A pass through a stage. `range`: of its mode; `learns`: it was not known when the pass began."""
+    """A pass through a stage. `range`: of its mode; `learns`: it was not known when the pass began; `fake`: without values."""
 
     range: Range
     learns = False
+    fake = False
     observer: Observer | None = None
 
 
@@ -204,7 +205,7 @@ class Stage:
         if is_fake(x):
             integers = FixedPoint(0, integer_dtype(x.dtype, self.recurrence.narrow))
             run = Pass(x, self.recurrence, integers, overflow="nan", memo=self.memo, look=look, **plan.arguments)
-            run.observer = observer
+            run.fake, run.observer = True, observer
             if self.settings.velocity == "first":
                 block = own if observer is None else observer.watch(-1, own)
                 run.launch(block, extra, "block" if own.whole else self.recurrence.form)
@@ -264,7 +265,7 @@ class Stage:
 
     def _learn(self, run: Pass) -> None:
         """Take note of the largest values of a pass."""
-        if is_fake(run.state.x):
+        if run.fake:
             return
         try:
             if not self.surveying:
