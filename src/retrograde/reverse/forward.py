@@ -176,7 +176,9 @@ class Pass:
         """Run a block for the first time, remembered in its way."""
         x = self.x
         replayed = self.reversed + self.kept
-        if not self.tracked or k >= replayed or not replayed:  # where nothing is run again, nor is what makes v₀: k = −1
+        if (
+            not self.tracked or k >= replayed or not replayed
+        ):  # where nothing is run again, nor is what makes v₀: k = −1
             return self.check(block(x, *extra.args, **extra.kwargs), x, name)
         reverses = 0 < self.reversed > k
         kept = None if reverses else Kept(x.detach())
