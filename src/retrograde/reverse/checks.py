@@ -129,9 +129,9 @@ class Checks:
             return
         samples: dict[torch.dtype, list[Tensor]] = {}
         for index, size, step in self.picked[k]:
-            t = saved[index].detach()
-            t = t.as_strided(size, step) if type(t) is Tensor and step else _local(t).reshape(-1)[:SAMPLE]
-            samples.setdefault(t.dtype, []).append(t)
+            t = _local(saved[index]).detach()
+            t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
+            samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
         for seed, some in enumerate(samples.values()):
             self.kernels.digest(words(torch.cat(some)), into, seed, sign)
 
@@ -150,7 +150,7 @@ def _judge(names: tuple[tuple[int, str], ...], wrong: Tensor, when: str) -> None
 
 
 Picked = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The index of a saved tensor, and size and step of a sample spread evenly over its memory (none where that has gaps)."""
+"""The index of a saved tensor, and size and strides of a sample that is spread evenly over it (none: its first elements)."""
 
 
 def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
@@ -183,10 +183,20 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
         if copied and any(_same(t, s) for s in statistics):
             continue
         seen.add(where)
-        step = max(t.numel() // SAMPLE, 1)
-        even = _dense(t) and whole is t and not (t.is_complex() or t.is_neg())
-        found.append((index, (-(-t.numel() // step),), (step,)) if even else (index, (), ()))
+        found.append((index, *(((), ()) if t.is_complex() or t.is_neg() else _spread(t))))
     return found
+
+
+def _spread(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of a view of some `SAMPLE` elements, spread evenly over a tensor. No copy of the tensor is made."""
+    if _dense(t):
+        step = max(t.numel() // SAMPLE, 1)
+        return (-(-t.numel() // step),), (step,)
+    each = SAMPLE ** (1 / sum(n > 1 for n in t.shape))  # elements of each dimension
+    steps = [max(int(n // each), 1) for n in t.shape]
+    return tuple(-(-n // step) for n, step in zip(t.shape, steps, strict=True)), tuple(
+        stride * step for stride, step in zip(t.stride(), steps, strict=True)
+    )
 
 
 def _has_undefined(module: nn.Module) -> bool:
