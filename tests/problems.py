@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import retrograde as rg
 
 KNOWN_INSIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
-"""Whether it is known what oneDNN takes inside of its convolutions and 16-bit products on this CPU (`measure.dry.workspace`)."""
+"""Whether it is known what oneDNN takes inside of its convolutions and 16-bit products on this CPU (`memory.fake.workspace`)."""
 
 
 class Mlp(nn.Module):

@@ -24,13 +24,13 @@ LAYERS = [
     "core",
     "kernels",
     "stack",
-    "measure",
+    "memory",
     "theory",
     "nets",
     "convert",
     "cli",
 ]  # each may import from those before it
-OUTSIDE = {"core": {"torch"}, "kernels": {"torch", "triton"}, "stack": {"torch"}, "measure": {"torch"}}
+OUTSIDE = {"core": {"torch"}, "kernels": {"torch", "triton"}, "stack": {"torch"}, "memory": {"torch"}}
 
 
 def imports(path: Path) -> set[str]:

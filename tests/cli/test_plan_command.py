@@ -60,7 +60,7 @@ def test_a_model_of_ones_own(stage: list[str], tmp_path: Path, monkeypatch: pyte
     assert shown.exit_code == 0, shown.output
     assert "4 blocks in 1 momentum stages" in shown.output
     named = ", stages=['blocks']" if stage else ""
-    assert f"rg.convert(model, gamma=0.5{named}, budget=" in shown.output
+    assert f"rg.convert(model, gamma=0.5{named}, memory=" in shown.output
     assert "largest" in shown.output
 
 

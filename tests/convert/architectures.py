@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.extras import require
-from retrograde.measure.step import as_call
+from retrograde.memory.step import as_call
 
 with warnings.catch_warnings():  # what these packages warn of when imported
     warnings.simplefilter("ignore")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import retrograde as rg
+from conversion import anatomy
 from retrograde.convert.convert import stages_of
 from retrograde.extras import require
 from retrograde.nets.resnet import thin_resnet

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, SMALL, hf, tv
-from conversion import anatomy
 from torch import nn
 
 import retrograde as rg
+from conversion import anatomy
 
 
 def encoder(layers: int = 8) -> nn.Module:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from problems import Mlp, same_in_every_mode
-from retrograde.measure.memory import held_bytes
+import retrograde as rg
+from retrograde.memory import held_bytes
 from retrograde.nets.hamiltonian import HamiltonianBlock, HamiltonianNet
 
 
@@ -13,7 +14,7 @@ from retrograde.nets.hamiltonian import HamiltonianBlock, HamiltonianNet
 @pytest.mark.parametrize("velocity", [None, "first", "learned"])
 def test_gradients_are_those_of_stored_activations(depth: int, velocity: str | None) -> None:
     v0 = nn.Linear(8, 8) if velocity == "learned" else velocity
-    net = HamiltonianNet([HamiltonianBlock(8, 5) for _ in range(depth)], 0.3, velocity=v0, verify="blocks")
+    net = HamiltonianNet([HamiltonianBlock(8, 5) for _ in range(depth)], 0.3, velocity=v0, verify="strict")
     found = same_in_every_mode(net, torch.randn(3, 8, requires_grad=True))
     assert all(torch.isfinite(g).all() and g.any() for g in found.values())
 
@@ -21,7 +22,7 @@ def test_gradients_are_those_of_stored_activations(depth: int, velocity: str | N
 def test_convolutions() -> None:
     blocks = [HamiltonianBlock(4, 6, kernel=3) for _ in range(6)]
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    same_in_every_mode(HamiltonianNet(blocks, 0.5, verify="blocks"), x)
+    same_in_every_mode(HamiltonianNet(blocks, 0.5, verify="strict"), x)
 
 
 @pytest.mark.parametrize("velocity", [None, "first"])
@@ -72,7 +73,7 @@ def test_bytes_held_do_not_grow_with_depth() -> None:
     for memory in ("reverse", "store"):
         held = []
         for depth in (10, 30):
-            net = HamiltonianNet([HamiltonianBlock(8)] * depth, 0.1, memory=memory, fraction_bits=20)
+            net = HamiltonianNet([HamiltonianBlock(8)] * depth, 0.1, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32))
             held.append(held_bytes(lambda: net(x).sum()) / x.numel())  # noqa: B023
         slope[memory] = (held[1] - held[0]) / 20
         if memory == "reverse":

@@ -6,7 +6,7 @@ import torch
 import retrograde as rg
 from problems import same_in_every_mode
 from retrograde.nets.irevnet import IRevNet
-from retrograde.stack.coupling import squeeze, unsqueeze
+from retrograde.reverse.coupling import squeeze, unsqueeze
 
 
 class Modes(IRevNet):
@@ -37,14 +37,14 @@ def test_deep_and_other_floats() -> None:
 
 
 def test_gradients_are_those_of_stored_activations() -> None:
-    net = Modes([2, 2], channels=3, classes=4, verify="blocks")
+    net = Modes([2, 2], channels=3, classes=4, verify="strict")
     found = same_in_every_mode(net, torch.randn(2, 3, 8, 8, requires_grad=True))
     assert found["input"].any()
     assert found["couplings.blocks.0.2.weight"].any()
 
 
 def test_it_trains_and_still_inverts() -> None:
-    net = IRevNet([2, 2], channels=1, classes=2, memory="reverse", verify="end")
+    net = IRevNet([2, 2], channels=1, classes=2, memory="reverse", verify="strict")
     image = torch.randint(256, (32, 1, 8, 8)) / 256
     label = (image[:, 0, :4].mean((1, 2)) > image[:, 0, 4:].mean((1, 2))).long()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)

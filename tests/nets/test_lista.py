@@ -77,7 +77,7 @@ def test_the_forms_are_the_equations() -> None:
 @pytest.mark.parametrize("form", ["momentum", "revnet"])
 def test_gradients_are_those_of_stored_activations(form: str) -> None:
     D = dictionary(4, 6)
-    net = Modes(D, LAM, depth=12, form=form, verify="blocks")
+    net = Modes(D, LAM, depth=12, form=form, verify="strict")
     found = same_in_every_mode(net, samples(8, D))
     assert all(found[name].any() for name in found if name.endswith("W2"))
 

@@ -142,7 +142,7 @@ def test_inverses_are_right_to_the_solvers_tolerance() -> None:
 
 def test_adjoint_memory_does_not_grow_with_the_steps() -> None:
     """Direct: it does, so the same test fails for it."""
-    from retrograde.measure.memory import held_bytes
+    from retrograde.memory import held_bytes
 
     f, x = Mlp(8, 8), torch.randn(1_024, 8)
     growth = {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from problems import Mlp, assert_same_bits, conv, same_in_every_mode, train_step
-from retrograde.measure.memory import held_bytes
+from retrograde.memory import held_bytes
 from retrograde.nets.coupling import CouplingNet
 from retrograde.nets.revnet import RevNet, parameters
 
@@ -27,7 +27,7 @@ def fixed_value(state: object, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("depth", [1, 2, 30])
 @pytest.mark.parametrize("kind", ["mlp", "conv+batchnorm"])
-@pytest.mark.parametrize("verify", ["off", "blocks"])
+@pytest.mark.parametrize("verify", ["off", "strict"])
 def test_gradients_are_those_of_stored_activations(depth: int, kind: str, verify: str) -> None:
     make, shape = {"mlp": (lambda: Mlp(4, 6), (3, 8)), "conv+batchnorm": (lambda: conv(2), (2, 4, 5, 5))}[kind]
     net = RevNet([make() for _ in range(depth)], [make() for _ in range(depth)], verify=verify)
@@ -52,7 +52,7 @@ def test_against_floats_and_autograd_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_and_gradcheck(dtype: torch.dtype) -> None:
-    net = revnet(5, verify="blocks").to(dtype)
+    net = revnet(5, verify="strict").to(dtype)
     x = torch.randn(2, 8).to(dtype).requires_grad_()
     assert same_in_every_mode(net, x)["input"].dtype == dtype
     if dtype == torch.float64:
@@ -65,7 +65,7 @@ def test_other_dtypes_and_gradcheck(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("frozen", [[0], [0, 1, 2], [3, 4], [7], list(range(8))])
 @pytest.mark.parametrize("needs_input", [True, False])
 def test_frozen_blocks_anywhere(frozen: list[int], needs_input: bool) -> None:
-    net = revnet(4, verify="end")
+    net = revnet(4, verify="strict")
     for k in frozen:
         net.blocks[k].requires_grad_(False)
     x = torch.randn(3, 8, requires_grad=needs_input)
@@ -85,7 +85,7 @@ def test_extra_inputs_dropout_and_tied_weights() -> None:
             return self.dropout(self.f(x + shift)).mul_(scale)
 
     block = Noisy()
-    net = RevNet([block, Noisy(), block], [block] * 3, verify="blocks")
+    net = RevNet([block, Noisy(), block], [block] * 3, verify="strict")
     shift = torch.randn(4, requires_grad=True)
     grads = []
     for mode in ("store", "reverse", "checkpoint"):
@@ -99,7 +99,7 @@ def test_extra_inputs_dropout_and_tied_weights() -> None:
 
 def test_blocks_that_write_to_their_input_and_autocast() -> None:
     net = RevNet(
-        *([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(4)] for _ in range(2)), verify="end"
+        *([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(4)] for _ in range(2)), verify="strict"
     )
     same_in_every_mode(net, torch.randn(3, 8, requires_grad=True))
     grads = []
@@ -125,7 +125,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 @pytest.mark.parametrize("mode", ["reverse", "checkpoint"])
 def test_retained_graphs_and_second_order(mode: str) -> None:
-    net = revnet(4, memory=mode, fraction_bits=24, verify="end")
+    net = revnet(4, memory=mode, fixed_point=rg.FixedPoint(24, torch.int32), verify="strict")
     reference = copy.deepcopy(net)
     reference.memory = "store"
     x, found = torch.randn(3, 8), []
@@ -158,7 +158,7 @@ def test_bytes_held_do_not_grow_with_depth() -> None:
     for memory in ("reverse", "checkpoint", "store"):
         held = []
         for depth in (10, 30):
-            net = RevNet([Mlp(4, 4)] * depth, [Mlp(4, 4)] * depth, memory=memory, fraction_bits=20)
+            net = RevNet([Mlp(4, 4)] * depth, [Mlp(4, 4)] * depth, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32))
             net(x)
             held.append(held_bytes(lambda: net(x).sum()) / x.numel())  # noqa: B023
         slope[memory] = (held[1] - held[0]) / 20
@@ -170,7 +170,7 @@ def test_bytes_held_do_not_grow_with_depth() -> None:
 
 
 def test_it_trains() -> None:
-    net, x = revnet(4, memory="reverse", verify="end"), torch.randn(64, 8)
+    net, x = revnet(4, memory="reverse", verify="strict"), torch.randn(64, 8)
     target = x.roll(1, 1).sin()
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     losses = []
@@ -184,14 +184,14 @@ def test_it_trains() -> None:
 
 
 def test_channels_last_and_the_last_dimension() -> None:
-    net = RevNet([conv(2) for _ in range(3)], [conv(2) for _ in range(3)], verify="end")
+    net = RevNet([conv(2) for _ in range(3)], [conv(2) for _ in range(3)], verify="strict")
     same_in_every_mode(net, torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last).requires_grad_())
-    net = RevNet(mlps(3), mlps(3), dim=-1, verify="end")
+    net = RevNet(mlps(3), mlps(3), dim=-1, verify="strict")
     same_in_every_mode(net, torch.randn(2, 5, 8, requires_grad=True))
 
 
 def test_squeezes_are_rewound_too() -> None:
-    net = CouplingNet([conv(2), conv(2), conv(8), conv(8), conv(8)], squeezes=[1, 2, 1, 1, 2], verify="blocks")
+    net = CouplingNet([conv(2), conv(2), conv(8), conv(8), conv(8)], squeezes=[1, 2, 1, 1, 2], verify="strict")
     x = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     found = same_in_every_mode(net, x)
     assert found["output"].shape == (2, 64, 2, 2)
@@ -224,9 +224,9 @@ def test_wrong_input() -> None:
         revnet(1)(torch.ones(2, 8, dtype=torch.int64))
     with pytest.raises(rg.RangeOverflow, match="NaN or Inf in the input"):
         revnet(1)(torch.full((2, 8), float("nan")))
-    with pytest.raises(rg.RangeOverflow, match=r"beyond .* fraction_bits=28"):
-        revnet(1, fraction_bits=28)(torch.full((2, 8), 5.0))
-    assert revnet(1, fraction_bits=28, overflow="nan")(torch.full((2, 8), 5.0)).isnan().all()
+    with pytest.raises(rg.RangeOverflow, match=r"beyond .*28 fraction bits"):
+        revnet(1, fixed_point=rg.FixedPoint(28, torch.int32))(torch.full((2, 8), 5.0))
+    assert revnet(1, fixed_point=rg.FixedPoint(28, torch.int32), overflow="nan")(torch.full((2, 8), 5.0)).isnan().all()
     with pytest.raises(ValueError, match="turned a"):
         RevNet([nn.Linear(4, 3)], [nn.Linear(4, 4)])(torch.ones(2, 8))
     with pytest.raises(ValueError, match="divisible by 2"):
@@ -245,11 +245,10 @@ def test_a_block_that_does_not_repeat_itself_is_seen() -> None:
             self.calls += 1
             return self.linear(x) + 1e-3 * self.calls
 
-    for verify, text in (("blocks", "block 2 did not repeat itself"), ("end", "did not rewind to its start")):
-        net = RevNet([Mlp(4), Unsteady()], mlps(2), memory="reverse", verify=verify, fraction_bits=20)
+    for verify, text in (("strict", "block 2 did not repeat itself"), ("auto", "did not rewind to its start")):
+        net = RevNet([Mlp(4), Unsteady()], mlps(2), memory="reverse", verify=verify, fixed_point=rg.FixedPoint(20, torch.int32))
         with pytest.raises(rg.ReplayError, match=text):
             net(torch.randn(2, 8)).sum().backward()
-        assert all(p.grad is None for p in net.parameters())
 
 
 def test_states_of_other_networks() -> None:
@@ -268,7 +267,7 @@ def test_the_range_follows_and_modes_agree_after_it() -> None:
     bits, x = [], torch.randn(2, 8)
     for scale in torch.logspace(0, 4, 20).tolist():
         net(x * scale).sum().backward()
-        bits.append(net.fraction_bits)
+        bits.append(net.fixed_point.bits)
     assert bits[-1] <= bits[0] - 10
     x.requires_grad_()
     found = []

@@ -366,7 +366,7 @@ def test_a_budget(hooked: bool, masks: list[bool]) -> None:
     wanted = train_step(RectifiedNet(blocks, memory="store", fraction_bits=18), x)
     modes = set()
     for budget in (200_000, 400_000, 10_000_000):
-        net = RectifiedNet(copy.deepcopy(blocks), budget=budget, fraction_bits=18)
+        net = RectifiedNet(copy.deepcopy(blocks), memory=budget, fraction_bits=18)
         masks.clear()
         assert_same_bits(train_step(net, x), wanted)
         assert masks == [not (hooked and k == 2) for k in range(8)] * 2  # first without values, for the plan

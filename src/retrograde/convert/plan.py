@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..arithmetic.fixed import FixedPoint
 from ..memory.budget import Step, choose, observe
-from ..memory.fake import Copy, fake_copy
+from ..memory.fake import Copy, device_of, fake_copy
 from ..memory.modes import MemoryPlan, parse_memory
 from ..memory.peak import Peak
 from ..memory.step import as_call
@@ -161,8 +161,7 @@ def plan(
     }
     asked = step(settings)
     if budget is not None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        asked = step(settings, choose(lambda plans: step(settings, plans).step, budget, device, asked.step))
+        asked = step(settings, choose(lambda plans: step(settings, plans).step, asked.step, budget, device_of(model)))
     results[mode] = asked
     order = [path for path, _ in model.named_modules()]
     return Plan(

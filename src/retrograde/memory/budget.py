@@ -14,8 +14,9 @@ The loss is not known to the network. For a converted model it is taken to need 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class Stack:
     Attributes:
         name: by which the stack and its copies are known.
         mode: its memory mode.
-        strict: whether a backward pass keeps the old gradients until the replays are known to be right.
         kind: what else decides which tensors the blocks keep.
         owner: the scheduler that plans for it.
         planned: the plan that the scheduler gives it; None: as the mode says.
@@ -54,7 +54,6 @@ class Stack:
     name: str
     recurrence: Recurrence
     mode: str = "auto"
-    strict: bool = False
     kind: Hashable = ()
     owner: Scheduler | None = field(default=None, repr=False)
     planned: MemoryPlan | None = None
@@ -86,38 +85,38 @@ class Observer:
     def watch(self, k: int, block: Any) -> Any:
         """The block to run as block k, which notes when it runs (k = −1: it makes the initial velocity)."""
         if k >= 0:
-            self.recorder.ran(self.name, k)
-        return block if self.recorder.meter is None else Watched(block, k, self.track, self.recorder)
+            self.recorder.order.append((self.name, k))
+            self.recorder.outside.append(0)
+        return block if self.recorder.meter is None else _Watched(block, k, self.track, self.recorder)
 
     def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
         """Block k has run, and would store these tensors."""
         self.track.note(k, tensors, frame.ends_saved)
 
 
-class Watched:
+@dataclass
+class _Watched:
     """A block of a copy without values. It begins an interval when it first runs and when its gradient comes."""
 
-    def __init__(self, block: Any, k: int, track: Track, recorder: Recorder) -> None:
-        self.block = block
-        self.k = k
-        self.track = track
-        self.recorder = recorder
+    block: Any
+    k: int
+    track: Track
+    recorder: Recorder
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        meter = self.recorder.meter
+        k, track, meter = self.k, self.track, self.recorder.meter
         assert meter is not None
-        first = self.k not in self.track.forward
-        drawn = meter.drawn
-        if first:
-            self.track.forward[self.k] = meter.mark()
         with attention_on(x.device.type):
+            if k in track.forward:
+                return self.block(x, *args, **kwargs)
+            track.forward[k], drawn = meter.mark(), meter.drawn
             y = self.block(x, *args, **kwargs)
-        begins = self.recorder.begins and self.k >= 0
-        if first and x.device.type == "cpu" and (meter.drawn > drawn or begins):
-            self.track.generators[self.k] = len(torch.default_generator.get_state())
+        begins = self.recorder.begins and k >= 0
+        if x.device.type == "cpu" and (meter.drawn > drawn or begins):
+            track.generators[k] = len(torch.default_generator.get_state())
             self.recorder.begins &= not begins
-        if first and isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(lambda _: self.track.backward.__setitem__(self.k, meter.mark()))
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(lambda _: track.backward.__setitem__(k, meter.mark()))
         return y
 
     def modules(self) -> Iterator[nn.Module]:
@@ -134,10 +133,10 @@ class Recorder:
 
     def __init__(self, meter: Meter | None, known: Sequence[Tensor]) -> None:
         self.meter = meter
-        self.known = known
+        self.known = {t.untyped_storage()._cdata for t in known}
         self.tracks: dict[str, Track] = {}
         self.order: list[tuple[str, int]] = []  # the blocks as they ran
-        self.outside = [0]  # of a real step: bytes that autograd saved between the blocks
+        self.outside = [0]  # of a real step: bytes that autograd saved before each block, and after the last
         self.begins = True  # the first block keeps the state of the random generator, drawn from or not
 
     def observer(self, stack: Stack, x: Tensor) -> Observer:
@@ -145,10 +144,6 @@ class Recorder:
         if stack.name not in self.tracks:
             self.tracks[stack.name] = Track.of(stack.plan_for(x.dtype), stack.recurrence, x, self.known)
         return Observer(self, stack.name, self.tracks[stack.name])
-
-    def ran(self, name: str, k: int) -> None:
-        self.order.append((name, k))
-        self.outside.append(0)
 
     def done(self) -> None:
         """The step of the last block has been taken. What follows may not be the next block."""
@@ -163,16 +158,23 @@ class Recorder:
     @contextmanager
     def around(self) -> Iterator[None]:
         """Around a real forward pass: see what autograd saves outside the stacks."""
-        addresses = {t.untyped_storage()._cdata for t in self.known}
 
         def pack(t: Tensor) -> Tensor:
-            if t.layout == torch.strided and t.untyped_storage()._cdata not in addresses:
-                addresses.add(t.untyped_storage()._cdata)
+            if t.layout == torch.strided and t.untyped_storage()._cdata not in self.known:
+                self.known.add(t.untyped_storage()._cdata)
                 self.outside[-1] += t.untyped_storage().nbytes()
             return t
 
         with saved_tensors_hooks(pack, lambda t: t):
             yield
+
+    def estimate(self, model: nn.Module) -> Step | None:
+        """The leanest step, from a real one. None if that did not run all blocks."""
+        if not self.once or not all(track.seen for track in self.once.values()):
+            return None
+        largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+        usage = estimated([(self.tracks[name], k) for name, k in self.order], largest, self.outside)
+        return Step(usage, self.once)
 
 
 @dataclass
@@ -181,8 +183,17 @@ class Step:
 
     usage: list[int]
     tracks: dict[str, Track]
-    peak: int
-    held: int
+    peak: int = 0
+    held: int = 0
+
+    @cached_property
+    def links(self) -> list[Choice]:
+        """The chain of plans that follow from it, if it is the leanest."""
+        return chain(self.usage, list(self.tracks.values()))
+
+    def named(self, choice: Choice) -> dict[str, MemoryPlan]:
+        """The plans of a choice, by stack."""
+        return dict(zip(self.tracks, choice.annotated, strict=True))
 
 
 def observe(
@@ -194,9 +205,8 @@ def observe(
     Args:
         stacks: those of the copy.
         plans: of stacks, by name, that are to keep this instead of as little as they can.
-        loss: None: not known.
+        loss: None if it is not known; it takes `outputs` times the size of the output then.
         autocast: None: as it is set.
-        outputs: how many times the size of the output a loss that is not known takes.
     """
     recorder = Recorder(fake.meter, fake.known)
     for stack in stacks:
@@ -207,9 +217,6 @@ def observe(
     if loss is None:
         for i in (backward - 1, backward):
             usage[i] += outputs * output
-    if any(stack.strict for stack in stacks):
-        gradients = sum(p.numel() * p.element_size() for p in fake.model.parameters() if p.requires_grad)
-        usage[backward:] = [n + gradients for n in usage[backward:]]
     tracks = {name: track for name, track in recorder.once.items() if track.complete}
     for track in tracks.values():
         for k, n in track.generators.items():
@@ -218,48 +225,38 @@ def observe(
 
 
 def choose(
-    observed: Callable[[Mapping[str, MemoryPlan] | None], Step], budget: Budget, device: torch.device,
-    lean: Step | None = None, links: Sequence[Choice] | None = None,
-) -> dict[str, MemoryPlan]:  # fmt: skip
+    tried: Callable[[Mapping[str, MemoryPlan]], Step], lean: Step, budget: Budget, device: torch.device
+) -> dict[str, MemoryPlan]:
     """The quickest plans within the budget, by stack.
 
     Args:
-        observed: a step with these plans, run without values.
-        lean, links: the step without plans and its chain, if they are known.
+        tried: a step with these plans, without values.
+        lean: the leanest step.
 
     Raises:
         Overdrawn: if no plan fits.
     """
-    lean = lean or observed(None)
-    links = links or chain(lean.usage, list(lean.tracks.values()))
     most = budget.bytes(device)
-    choice = within(most, links, repr(budget.given))
-    more = 0  # bytes that a tried plan took more than was thought
+    choice = within(most, lean.links, repr(budget.given))
+    leanest = min(lean.links, key=lambda link: link.peak)
+    more = 0  # bytes that a plan took more than was thought
     for _ in range(TRIES):
-        plans = _named(choice, lean)
-        if choice is links[0]:
-            return plans
-        peak = max(observed(plans).usage)
+        peak = choice.peak if choice is lean.links[0] else max(tried(lean.named(choice)).usage)
         if with_reserve(peak) <= most:
-            return _named(replace(choice, peak=max(peak, choice.peak)), lean)
+            return lean.named(replace(choice, peak=max(peak, choice.peak)))
         more = max(more, peak - choice.peak)
-        fitting = [link for link in links if with_reserve(link.peak + more) <= most]
-        choice = fitting[-1] if fitting else min(links, key=lambda link: link.peak)
-    return _named(min(links, key=lambda link: link.peak), lean)
-
-
-def _named(choice: Choice, step: Step) -> dict[str, MemoryPlan]:
-    return dict(zip(step.tracks, choice.annotated, strict=True))
+        fitting = [link for link in lean.links if with_reserve(link.peak + more) <= most]
+        choice = fitting[-1] if fitting else leanest
+    return lean.named(leanest)
 
 
 @dataclass
 class _Known:
     """What is known of one kind of input."""
 
-    lean: Step | None = None
-    links: list[Choice] = field(default_factory=list)
+    lean: Step | None = None  # the leanest step
+    recorder: Recorder | None = None  # of a real step, if the copy could not run
     plans: dict[int, dict[str, MemoryPlan]] = field(default_factory=dict)  # by budget in bytes
-    recorder: Recorder | None = None  # of a real step, where nothing can be seen without values
 
 
 class Scheduler:
@@ -278,90 +275,60 @@ class Scheduler:
         self, model: nn.Module, stacks: Sequence[Stack], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Recorder | None:
         """Give each stack its plan for this step. Returns the recorder if this step is observed."""
-        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(map(is_fake, leaves)):
-            return None  # this is the copy
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if self.budget is None or any(map(is_fake, inputs)):  # no budget, or this is the copy
+            return None
         for stack in stacks:
             stack.planned = stack.recorder = None
-        if self.budget is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
-        kind = _kind(model, stacks, leaves)
+        kind = _kind(model, stacks, inputs)
         if kind not in self.known:
             while len(self.known) >= KINDS:
                 self.known.pop(next(iter(self.known)))
-            self.known[kind] = self._observed(model, stacks, args, kwargs, leaves)
-        known = self.known[kind]
-        if known.lean is None and known.recorder is not None:
-            seen = known.recorder.once
-            if not seen or not all(track.seen for track in seen.values()):
-                known.recorder = Recorder(None, [*model.parameters(), *model.buffers(), *leaves])
-                for stack in stacks:
-                    stack.recorder = known.recorder
-                return known.recorder
-            self._estimate(known, seen, model)
-        budget = self.budget.bytes(leaves[0].device)
+            self.known[kind] = _Known()
+        known, tensors = self.known[kind], [*model.parameters(), *model.buffers(), *inputs]
+        if known.lean is None and known.recorder is None and plain(tensors):
+            with suppress(Exception):  # whatever is wrong with the model itself shows in the real step
+                known.lean = self.step(model, stacks, args, kwargs)
+        if known.lean is None:
+            known.lean = None if known.recorder is None else known.recorder.estimate(model)
+        if known.lean is None:
+            known.recorder = Recorder(None, tensors)
+            for stack in stacks:
+                stack.recorder = known.recorder
+            return known.recorder
+        device = device_of(model)
+        budget = self.budget.bytes(device)
         if budget not in known.plans:
             known.plans.clear()  # a budget that follows what is free differs from step to step
-            known.plans[budget] = self._chosen(known, model, stacks, args, kwargs, leaves[0].device)
+            if known.recorder is not None or len(known.lean.tracks) < 2:  # cannot be tried, or need not be
+                choice = within(budget, known.lean.links, repr(self.budget.given))
+                known.plans[budget] = known.lean.named(choice)
+            else:
+                tried = partial(self.step, model, stacks, args, kwargs)
+                known.plans[budget] = choose(tried, known.lean, self.budget, device)
         for stack in stacks:
             stack.planned = known.plans[budget].get(stack.name)
         return None
 
-    def _observed(
-        self,
-        model: nn.Module,
-        stacks: Sequence[Stack],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        leaves: list[Tensor],
-    ) -> _Known:
-        if plain([*model.parameters(), *model.buffers(), *leaves]):
-            try:
-                lean = self._step(model, stacks, args, kwargs, None)
-                return _Known(lean, chain(lean.usage, list(lean.tracks.values())))
-            except Exception:  # whatever is wrong with the model itself shows in the real step
-                pass
-        return _Known(recorder=Recorder(None, ()))
-
-    def _step(
-        self, model: nn.Module, stacks: Sequence[Stack], args: Any, kwargs: Any, plans: Mapping[str, MemoryPlan] | None
-    ) -> Step:
+    def step(
+        self, model: nn.Module, stacks: Sequence[Stack], args: Any, kwargs: Any, plans: Mapping[str, MemoryPlan] | None = None
+    ) -> Step:  # fmt: skip
         """A step with these plans, on a copy without values."""
         with fake_copy(model, args, kwargs, list(stacks)) as fake:
             return observe(fake, fake.others, plans, outputs=self.outputs)
-
-    def _estimate(self, known: _Known, seen: dict[str, Track], model: nn.Module) -> None:
-        recorder = known.recorder
-        assert recorder is not None
-        largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
-        order = [(recorder.tracks[name], k) for name, k in recorder.order]
-        usage = estimated(order, largest, recorder.outside)
-        known.lean = Step(usage, seen, max(usage), 0)
-        known.links = chain(usage, list(seen.values()))
-        recorder.known = ()
-
-    def _chosen(
-        self, known: _Known, model: nn.Module, stacks: Sequence[Stack], args: Any, kwargs: Any, device: torch.device
-    ) -> dict[str, MemoryPlan]:
-        assert self.budget is not None
-        assert known.lean is not None
-        if known.recorder is not None or len(known.lean.tracks) < 2:  # cannot be tried, or need not be
-            return _named(within(self.budget.bytes(device), known.links, repr(self.budget.given)), known.lean)
-        tried = lambda plans: self._step(model, stacks, args, kwargs, plans)  # noqa: E731
-        return choose(tried, self.budget, device, known.lean, known.links)
 
     def __reduce__(self) -> Any:
         return Scheduler, (self.budget, self.outputs)
 
 
-def _kind(model: nn.Module, stacks: Sequence[Stack], leaves: Sequence[Tensor]) -> Hashable:
+def _kind(model: nn.Module, stacks: Sequence[Stack], inputs: Sequence[Tensor]) -> Hashable:
     """What decides which tensors a step keeps."""
-    device = device_of(model)
-    inputs = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves)
+    device = device_of(model).type
+    given = tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in inputs)
     parameters = [(0 if is_lazy(p) else p.numel(), p.requires_grad) for p in model.parameters()]
     sizes = (sum(n for n, _ in parameters), sum(trained for _, trained in parameters))
     cast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-    held = tuple(
-        (*holding(s.recurrence, torch.float32).items(), s.strict, s.kind) for s in stacks
-    )  # γ may be warming up
-    return inputs, model.training, sizes, cast, held
+    held = tuple((*holding(s.recurrence, torch.float32).items(), s.kind) for s in stacks)  # γ may move
+    return given, model.training, sizes, cast, held

@@ -86,7 +86,7 @@ _SPACIOUS = {
     for name in (
         "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-        "native_batch_norm_backward",
+        "native_batch_norm_backward", "mm",
     )
     if hasattr(torch.ops.aten, name)
 }  # fmt: skip
@@ -97,9 +97,15 @@ def workspace(func: Any, args: Any, out: Any) -> int:
 
     On a CPU with AVX-512, oneDNN copies input, weights and output of a convolution into blocks of 16 channels (images of up to 3
     channels stay as they are), unless the kernel is of one pixel and stride 1. Batch norm's backward has another array of the size
-    of its input. (With AVX2 alone oneDNN has other ways, some of which take more.) On a GPU fused attention adds up the gradient of
-    its queries in float32.
+    of its input. A product in bfloat16 whose first factor is transposed, as the gradient of a weight is, copies factors and output
+    into blocks, up to 0.6 MB. (With AVX2 alone oneDNN has other ways, some of which take more.) On a GPU fused attention adds up
+    the gradient of its queries in float32.
     """
+    if func is torch.ops.aten.mm.default:
+        a, b = args
+        if a.device.type != "cpu" or a.dtype != torch.bfloat16 or a.is_contiguous():
+            return 0
+        return min(int(a.element_size() * (a.numel() + b.numel() + out.numel())), 600_000)
     if "attention" in str(func):
         return 4 * int(args[1].numel()) if args[1].is_cuda else 0
     if func is torch.ops.aten.native_batch_norm_backward.default:
@@ -186,8 +192,8 @@ def plain(tensors: Iterable[Any]) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors if isinstance(t, Tensor))
 
 
-def device_of(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters()), "cpu")
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @dataclass
@@ -212,7 +218,7 @@ class Copy:
 def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None) -> Iterator[Copy]:
     """A copy of the model and its inputs without values, in grad mode, in which every allocation is counted.
 
-    User hooks are not copied: they may write to what is not copied. A model that has no values already is copied too.
+    User hooks do nothing in it: they may write to what is not copied. A model that has no values already is copied too.
 
     Args:
         others: objects that refer to parts of the model, to be copied with it.
@@ -225,16 +231,17 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     memo: dict[int, Any] = dict(fakes)
     with FakeCopyMode(mode):
         model, others, args, kwargs = copy.deepcopy((model, others, tuple(args), dict(kwargs)), memo)
-    _remove_hooks(model)
+    _silence_hooks(model)
     meter = Meter()
-    known = [t for t in memo.values() if isinstance(t, FakeTensor)]  # with those that modules have as plain attributes
+    known: list[Tensor] = [t for t in memo.values() if is_fake(t)]  # with those that modules have as plain attributes
     leaves = [t for t in known if t.is_leaf and t.requires_grad]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    for tensor in (*known, *(leaf.grad for leaf in leaves)):
+        meter.count(leaf.grad, 0)
+    for tensor in known:
         meter.count(tensor, 0)
     try:
-        with _no_trace(), mode, torch.enable_grad(), attention_on(device_of(model)), meter:
+        with _no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
         if isinstance(mode, PlanningMode):
@@ -243,19 +250,22 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     """The tensor without values, and without what made it."""
-    fake = t if isinstance(t, FakeTensor) else mode.from_tensor(t)
+    fake: Tensor = t if isinstance(t, FakeTensor) else mode.from_tensor(t)
     fake = fake.detach().requires_grad_(t.requires_grad)
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
-def _remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks that are not PyTorch's own (weight normalisation works by hooks)."""
+def _silence_hooks(model: nn.Module) -> None:
+    """Let hooks do nothing, but be there: blocks may run in another way because of them. PyTorch's own do what they do."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             hooks = getattr(module, name)
-            for key, hook in list(hooks.items()):
+            for key, hook in hooks.items():
                 if not (getattr(hook, "__module__", None) or "").startswith("torch."):
-                    del hooks[key]
+                    hooks[key] = _nothing_heard
+
+
+def _nothing_heard(*_: Any, **__: Any) -> None: ...
 
 
 @contextmanager
@@ -289,7 +299,7 @@ def run_step(fake: Copy, loss: Callable[[Any], Tensor], autocast: torch.dtype | 
     Args:
         autocast: the dtype of automatic mixed precision; None: as it is set now.
     """
-    device = device_of(fake.model)
+    device = device_of(fake.model).type
     dtype = autocast or torch.get_autocast_dtype(device)
     enabled = autocast is not None or torch.is_autocast_enabled(device)
     with torch.autocast(device, dtype, enabled=enabled):

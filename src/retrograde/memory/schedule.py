@@ -72,7 +72,7 @@ class Track:
     backward: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lean: MemoryPlan, recurrence: Recurrence, x: Tensor, known: Iterable[Tensor] = ()) -> Track:
+    def of(cls, lean: MemoryPlan, recurrence: Recurrence, x: Tensor, known: Iterable[int] = ()) -> Track:
         size = x.numel()
         return cls(
             lean,
@@ -81,7 +81,7 @@ class Track:
             unit=size * integer_dtype(x.dtype, recurrence.narrow).itemsize,
             state=size * holding(recurrence, x.dtype).get("reverse", 0) if lean.reversed else 0,
             mask=-(-size // 8) if recurrence.form == "relu" and any(recurrence.gammas) else 0,
-            known={t.untyped_storage()._cdata for t in known},
+            known=set(known),
         )
 
     def note(self, k: int, tensors: Sequence[Tensor], ends: bool) -> None:

@@ -286,10 +286,8 @@ class Range:
             )
 
     def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
-        known = (used.dtype, training) in self.found
-        finest = calibrated(x, v, used.dtype, most_guard)
-        _check_resolution(x, finest)
-        fixed = followed(used, x, v, most_guard) if known else finest
+        _check_resolution(x, calibrated(x, v, used.dtype, most_guard))
+        fixed = followed(used, x, v, most_guard)
         self.found[used.dtype, training] = fixed
         digits = max(math.frexp(start)[1], 0)
         if start and digits < _FEW[fixed.dtype]:

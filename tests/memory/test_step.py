@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import retrograde as rg
-from retrograde.measure import Report, Times, human, measure
+from retrograde.memory import Report, Times, human, measure
 
 
 def network(memory: str, depth: int) -> nn.Module:

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 import retrograde as rg
 from problems import KNOWN_INSIDE, Attention, Mlp, assert_same_bits, conv, same_in_every_mode, train_step
-from retrograde.measure import peak_memory
-from retrograde.nets import budget as budgets
+from retrograde.memory import peak_memory
+from retrograde.memory.modes import MemoryPlan, parse_memory
+from retrograde.memory.schedule import RESERVE, Choice, Track, chain, estimated, within
 from retrograde.stack.momentum import Recurrence
-from retrograde.stack.planner import Plan
-from retrograde.stack.timeline import RESERVE, Choice, Track, chain, estimated, free, within
 
 
 def layer() -> nn.Module:
@@ -39,8 +38,8 @@ def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
 
 
 def links_of(net: rg.MomentumNet) -> list[Choice]:
-    ((_, links, _),) = net._planner.links.values()
-    return links
+    (known,) = net._scheduler.known.values()
+    return known.lean.links
 
 
 def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:
@@ -62,7 +61,7 @@ def peak(net: nn.Module, x: Tensor, autocast: bool = False) -> int:
 @pytest.mark.parametrize(("form", "velocity"), [("block", None), ("branch", "first"), ("relu", None)])
 def test_sweep(kind: str, form: str, velocity: str | None) -> None:
     """From the least to more than plain autograd takes: within the budget, as predicted, less and less run again, same bits."""
-    net, x = budgeted(kind, form=form, velocity=velocity, budget=10**9)
+    net, x = budgeted(kind, form=form, velocity=velocity, memory=10**9)
     x.requires_grad_()
     expected = same_in_every_mode(unbudgeted(net), x)
     everything = peak(net, x)
@@ -71,7 +70,7 @@ def test_sweep(kind: str, form: str, velocity: str | None) -> None:
     most = max(everything * 1.1, math.ceil(links_of(net)[-1].peak * (1 + RESERVE)))
     before, cost, plans = 0, math.inf, []
     for budget in torch.linspace(least, most, 6).int().tolist():
-        net.budget = budget
+        net.memory = budget
         now, plan = peak(net, x), net.plan
         assert now <= budget
         assert now <= plan.peak <= budget
@@ -93,7 +92,7 @@ def test_sweep(kind: str, form: str, velocity: str | None) -> None:
 
 def unbudgeted(net: rg.MomentumNet) -> rg.MomentumNet:
     other = copy.deepcopy(net)
-    other.budget = None
+    other.memory = "auto"
     return other
 
 
@@ -104,7 +103,7 @@ def test_every_plan_has_the_same_bits(kind: str, form: str, verify: str) -> None
     """Each number of reversed, kept and stored blocks, checked by `verify` as it goes."""
     net, x = budgeted(kind, form=form, verify=verify)
     expected = same_in_every_mode(copy.deepcopy(net), x.requires_grad_())
-    net.memory, depth = "auto", len(net.blocks)
+    depth = len(net.blocks)
     for r, c in (
         (0, 3),
         (1, 1),
@@ -115,25 +114,21 @@ def test_every_plan_has_the_same_bits(kind: str, form: str, verify: str) -> None
         (depth, depth),
         (0, 0),
     ):
-        assert_same_bits(expected, train_step(fixed(net, Plan(r, c - r, depth - c)), x))
+        assert_same_bits(expected, train_step(fixed(net, MemoryPlan(r, c - r, depth - c)), x))
 
 
-def fixed(net: rg.MomentumNet, plan: Plan) -> rg.MomentumNet:
+def fixed(net: rg.MomentumNet, plan: MemoryPlan) -> rg.MomentumNet:
     """The network with a plan of our choice."""
     other = copy.deepcopy(net)
-
-    class Always(budgets.Planner):
-        def plan(self, *_: Any) -> tuple[Plan, None]:
-            return plan, None
-
-    other._planner = Always(1)
+    other.memory = "auto"
+    other._stack.planned = plan
     return other
 
 
 def test_what_is_run_again() -> None:
     """Reversed and kept blocks once, from the last one down; stored ones not; a kept one only as far as its last saved tensor."""
     net, x = budgeted("mlp")
-    net = fixed(net, Plan(5, 4, 3))
+    net = fixed(net, MemoryPlan(5, 4, 3))
     runs: list[tuple[int, str]] = []
     for k, block in enumerate(net.blocks):
         block.register_forward_pre_hook(lambda *_, k=k: runs.append((k, "begun")))
@@ -151,8 +146,8 @@ def test_a_kept_block_that_writes_to_its_input() -> None:
             return super().forward(x.mul_(0.5))
 
     net, x = rg.MomentumNet([Writes() for _ in range(6)], fraction_bits=20), torch.randn(3, 8)
-    expected = train_step(fixed(net, Plan(0, 0, 6)), x)
-    for plan in (Plan(3, 3, 0), Plan(0, 6, 0), Plan(2, 2, 2)):
+    expected = train_step(fixed(net, MemoryPlan(0, 0, 6)), x)
+    for plan in (MemoryPlan(3, 3, 0), MemoryPlan(0, 6, 0), MemoryPlan(2, 2, 2)):
         assert_same_bits(expected, train_step(fixed(net, plan), x))
 
 
@@ -162,25 +157,32 @@ def test_frozen_blocks_in_every_place() -> None:
         net, x = budgeted("mlp")
         for k in frozen:
             net.blocks[k].requires_grad_(False)
-        expected = train_step(fixed(net, Plan(0, 0, 12)), x)
-        for plan in (Plan(12, 0, 0), Plan(4, 8, 0), Plan(5, 3, 4), Plan(2, 5, 5), Plan(1, 0, 11), Plan(0, 12, 0)):
+        expected = train_step(fixed(net, MemoryPlan(0, 0, 12)), x)
+        for plan in (
+            MemoryPlan(12, 0, 0),
+            MemoryPlan(4, 8, 0),
+            MemoryPlan(5, 3, 4),
+            MemoryPlan(2, 5, 5),
+            MemoryPlan(1, 0, 11),
+            MemoryPlan(0, 12, 0),
+        ):
             assert_same_bits(expected, train_step(fixed(net, plan), x))
-        net.budget = 10**9
+        net.memory = 10**9
         assert_same_bits(expected, train_step(net, x))
         top = peak(net, x)
         for link in links_of(net)[::-3][::-1]:  # up to the last
-            net.budget = int(link.peak * (1 + RESERVE))
-            assert peak(net, x) <= net.budget
-        assert top <= net.budget
+            net.memory = int(link.peak * (1 + RESERVE))
+            assert peak(net, x) <= net.memory
+        assert top <= net.memory
 
 
 def test_top_blocks_over_kept_inputs_at_gamma_zero() -> None:
     blocks = [Mlp(32, 48) for _ in range(6)]
     x = torch.randn(64, 32, requires_grad=True)
     grads, replays = [], []
-    for budget in (None, 115_000, 140_000, 10**9):
-        net = rg.MomentumNet(blocks, gamma=0, memory="auto", budget=budget)
-        if budget is not None:
+    for budget in ("auto", 115_000, 140_000, 10**9):
+        net = rg.MomentumNet(blocks, gamma=0, memory=budget)
+        if budget != "auto":
             assert peak(net, x) <= budget
         y = net(x)
         replays.append(net.plan.replayed)
@@ -191,9 +193,9 @@ def test_top_blocks_over_kept_inputs_at_gamma_zero() -> None:
 
 
 def test_retain_graph_second_order_and_encode() -> None:
-    net, x = budgeted("mlp", budget=10**9)
+    net, x = budgeted("mlp", memory=10**9)
     reference = rg.MomentumNet(copy.deepcopy(net.blocks), memory="store", fraction_bits=20)
-    for n in (fixed(net, Plan(4, 4, 4)), fixed(net, Plan(0, 8, 4))):
+    for n in (fixed(net, MemoryPlan(4, 4, 4)), fixed(net, MemoryPlan(0, 8, 4))):
         found = []
         for m in (n, reference):
             leaf = x.clone().requires_grad_()
@@ -207,7 +209,7 @@ def test_retain_graph_second_order_and_encode() -> None:
 
 
 def test_kinds_of_input_are_planned_apart() -> None:
-    net, x = budgeted("mlp", budget=450_000)
+    net, x = budgeted("mlp", memory=450_000)
     net(x)
     whole = net.plan
     assert whole.kept
@@ -215,25 +217,25 @@ def test_kinds_of_input_are_planned_apart() -> None:
     assert net.plan.cost < whole.cost
     net(x)
     assert net.plan == whole
-    assert peak(net, x, autocast=True) <= net.budget
+    assert peak(net, x, autocast=True) <= net.memory
     assert net.plan != whole
     net.blocks[11].requires_grad_(False)
     net(x)
-    assert len(net._planner.links) == 4
+    assert len(net._scheduler.known) == 4
 
 
 def test_a_network_that_has_changed_is_planned_anew() -> None:
-    net, x = budgeted("mlp", budget=450_000)
+    net, x = budgeted("mlp", memory=450_000)
     net(x)
     before = net.plan
     net.velocity = "first"
     net(x)
-    assert len(net._planner.links) == 2
+    assert len(net._scheduler.known) == 2
     net.blocks[3] = Mlp(32, 56)
     net(x)
-    assert len(net._planner.links) == 3
+    assert len(net._scheduler.known) == 3
     assert net.plan.cost > before.cost
-    assert peak(net, x) <= net.budget
+    assert peak(net, x) <= net.memory
 
 
 def test_the_plan_leaves_no_trace() -> None:
@@ -249,7 +251,7 @@ def test_the_plan_leaves_no_trace() -> None:
     calls.clear()
     copy.deepcopy(net)(x).sum().backward()
     before = calls.copy()
-    net.budget = 10**9
+    net.memory = 10**9
     assert_same_bits(expected, train_step(net, x))
     calls.clear()
     net(x).sum().backward()
@@ -261,29 +263,29 @@ def test_the_plan_leaves_no_trace() -> None:
 def test_weights_cast_by_autocast_are_counted() -> None:
     """By the blocks that are stored; narrow batches, so that they weigh."""
     torch.manual_seed(0)
-    net, x = rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fraction_bits=20, budget=10**9), torch.randn(48, 64)
+    net, x = rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fraction_bits=20, memory=10**9), torch.randn(48, 64)
     peak(net, x, autocast=True)
     for link in links_of(net)[::3]:
-        net.budget = int(link.peak * (1 + RESERVE)) + 1
+        net.memory = int(link.peak * (1 + RESERVE)) + 1
         now = peak(net, x, autocast=True)
-        assert now <= net.budget
+        assert now <= net.memory
         assert net.plan.peak <= now * (1.15 if KNOWN_INSIDE else 1.2) * (1 + RESERVE)
 
 
 def test_a_fraction_of_the_device() -> None:
-    net, x = budgeted("mlp", budget=0.5)
+    net, x = budgeted("mlp", memory=0.5)
     net(x)
     assert net.plan.stored == 12
 
 
 def test_too_small_a_budget_says_what_is_needed() -> None:
-    net, x = budgeted("mlp", budget=100)
-    with pytest.raises(ValueError, match=r"budget = 100 bytes is not enough .* the least .*, is \d+") as error:
+    net, x = budgeted("mlp", memory=100)
+    with pytest.raises(ValueError, match=r"memory=100 is not enough .* the least .*, is \d+ bytes") as error:
         net(x)
-    least = int(str(error.value).split(", is ")[1].split(".")[0])
-    net.budget = least
+    least = int(str(error.value).split(", is ")[1].split()[0])
+    net.memory = least
     assert peak(net, x) <= least
-    net.budget = least - 1
+    net.memory = least - 1
     with pytest.raises(ValueError, match="not enough"):
         net(x)
 
@@ -308,92 +310,102 @@ def test_blocks_that_need_values_are_measured_in_a_first_pass() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(Opaque.apply(x))
 
-    net, x = rg.MomentumNet([Block(32, 48) for _ in range(8)], fraction_bits=20, budget=10**9), torch.randn(64, 32)
+    net, x = rg.MomentumNet([Block(32, 48) for _ in range(8)], fraction_bits=20, memory=10**9), torch.randn(64, 32)
     net(x).sum().backward()
     assert net.plan.mode == "reverse"
     top = peak(net, x)
     assert net.plan.stored == 8
     links = links_of(net)
     for link in links:
-        net.budget = int(link.peak * (1 + RESERVE))
-        assert peak(net, x) <= net.budget
+        net.memory = int(link.peak * (1 + RESERVE))
+        assert peak(net, x) <= net.memory
     assert links[0].peak < top
 
 
-@pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, "1GB"])
-def test_wrong_budgets(wrong: object) -> None:
-    with pytest.raises(ValueError, match="budget must be"):
-        rg.MomentumNet([Mlp()], budget=wrong)
+@pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, None, "none", "1XB", float("nan"), float("inf")])
+def test_wrong_memory(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"memory must be one of 'reverse'.* or a budget.* got"):
+        rg.MomentumNet([Mlp()], memory=wrong)
+    net = rg.MomentumNet([Mlp()], memory=10**6)
+    with pytest.raises(ValueError, match="memory must be"):
+        net.memory = wrong
+    assert net.memory == 10**6
 
 
-def test_a_budget_needs_auto() -> None:
-    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
-        rg.MomentumNet([Mlp()], memory="reverse", budget=10)
-    net = rg.MomentumNet([Mlp()], budget=10**6)
-    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
-        net.memory = "store"
-    net.budget = None
-    net.memory = "store"
+@pytest.mark.parametrize(
+    ("memory", "amount"),
+    [(8_000, 8_000), ("8GB", 8 * 10**9), ("512MiB", 2**29), ("4096", 4096), (8e9, 8 * 10**9), (0.5, 0.5), (1.0, 1.0), (1, 1), (0, 0)],
+)  # fmt: skip
+def test_budgets_as_people_write_them(memory: int | float | str, amount: int | float) -> None:
+    mode, budget = parse_memory(memory)
+    assert mode == "auto"
+    assert budget.amount == amount
+    assert type(budget.amount) is type(amount)
 
 
 def test_copies_keep_the_budget() -> None:
-    net, x = budgeted("mlp", budget=10**9)
+    net, x = budgeted("mlp", memory=10**9)
     other = copy.deepcopy(net)
-    assert other.budget == net.budget
+    assert other.memory == net.memory
     assert torch.equal(other(x), net(x))
-    other.budget = 450_000
+    other.memory = 450_000
     other(x)
     assert net.plan != other.plan
 
 
 def track(depth: int, saved: int, size: int = 1000, at: int = 0, end: int | None = None, form: str = "block") -> Track:
     recurrence = Recurrence((Fraction(9, 10),) * depth, form)
-    found = Track.of(Plan.uniform("reverse", depth), recurrence, torch.empty(size))
+    found = Track.of(MemoryPlan.uniform("reverse", depth), recurrence, torch.empty(size))
     end = at + 2 * depth if end is None else end
     for k in range(depth):
-        found.saved[k], found.largest[k], found.whole[k] = saved, saved // 4, False
+        found.saved[k], found.largest[k], found.ends[k] = saved, saved // 4, False
         found.forward[k], found.backward[k] = at + k, end - k
     return found
 
 
+def whole(one: Track) -> list[tuple[Track, int]]:
+    return [(one, k) for k in range(one.lean.depth)]
+
+
 def test_a_chain_gets_quicker_and_larger_link_by_link() -> None:
     one = track(24, 30_000)
-    links = chain(estimated(one, 0), [one])
+    links = chain(estimated(whole(one), 0), [one])
     for a, b in pairwise(links):
         assert b.cost < a.cost
         assert b.plans[0].reversed <= a.plans[0].reversed
         assert b.plans[0].stored >= a.plans[0].stored
-    assert links[0].plans == (Plan(24, 0, 0),)
-    assert links[-1].plans == (Plan(0, 0, 24),)
+    assert links[0].plans == (MemoryPlan(24, 0, 0),)
+    assert links[-1].plans == (MemoryPlan(0, 0, 24),)
     assert links[-1].cost == 0
     costs = [within(budget, links, "it").cost for budget in range(90_000, 900_000, 5_000)]
     assert costs == sorted(costs, reverse=True)
 
 
 def test_the_bits_of_relus_are_counted_where_only_blocks_are_seen() -> None:
-    block, relu = (estimated(track(4, 30_000, form=form), 0) for form in ("block", "relu"))
+    block, relu = (estimated(whole(track(4, 30_000, form=form)), 0) for form in ("block", "relu"))
     assert [b - a for a, b in zip(block, relu, strict=True)] == [125, 250, 375, 500, 500, 500, 375, 250, 125]
 
 
 def test_an_input_is_kept_before_tensors_are() -> None:
     """4 bytes spare a step back; 30 spare a replay."""
     one = track(24, 30_000)
-    half = within(int(max(estimated(one, 0)) * 1.4), chain(estimated(one, 0), [one]), "it").plans[0]
+    half = within(int(max(estimated(whole(one), 0)) * 1.4), chain(estimated(whole(one), 0), [one]), "it").plans[0]
     assert half.kept > half.stored
 
 
-def test_free_memory_is_where_another_stack_is_higher() -> None:
-    """Of two stacks the lower one sets the peak: the upper keeps what fits below it, and not a byte more; alone, it keeps nothing."""
+def test_what_fits_below_another_stack_is_kept_first() -> None:
+    """Of two stacks the lower one sets the peak. What the upper one keeps below that peak costs nothing, and not a byte more is."""
     below, above = track(4, 300_000, 10_000, at=0, end=29), track(10, 30_000, at=4, end=24)
     usage = [90_000 + 90_000 * k // 4 for k in range(4)]
     usage += [200_000] * 10 + [180_000] + [190_000] * 10 + [100_000] + [600_000] * 4
-    chosen = free(usage, [below, above])[-1]
-    assert chosen.plans[0] == Plan(3, 0, 1)  # its own last block is not yet there when the others keep theirs
-    assert chosen.plans[1].reversed == 0
-    assert chosen.plans[1].stored
-    assert chosen.peak <= max(usage)
+    links = chain(usage, [below, above])
+    free = [link for link in links if link.peak <= max(usage)]
+    assert links[: len(free)] == free
+    assert free[-1].plans[0] == MemoryPlan(3, 0, 1)  # its own last block is not yet there when the others keep theirs
+    assert free[-1].plans[1].reversed == 0
+    assert free[-1].plans[1].stored
     level = [max(usage)] * len(usage)
-    assert free(level, [below, above])[-1].plans == (Plan(4, 0, 0), Plan(10, 0, 0))
+    assert chain(level, [below, above])[1].peak > max(level)
 
 
 class Sdpa(nn.Module):
@@ -412,8 +424,8 @@ class Sdpa(nn.Module):
 @pytest.mark.parametrize("dropped", [0.0, 0.1])
 def test_attention_that_drops_weights_keeps_them_all(dropped: float) -> None:
     """On a CPU attention is fused only where nothing is dropped: else what it takes grows with the square of the tokens."""
-    net, x = rg.MomentumNet([Sdpa(dropped) for _ in range(6)], form="block", budget=10**9), torch.randn(4, 96, 32)
+    net, x = rg.MomentumNet([Sdpa(dropped) for _ in range(6)], form="block", memory=10**9), torch.randn(4, 96, 32)
     everything = peak(net, x)
     assert net.plan.peak == pytest.approx(everything * (1 + RESERVE), rel=0.12)
-    net.budget = int(everything * 0.7)
-    assert peak(net, x) <= net.plan.peak <= net.budget
+    net.memory = int(everything * 0.7)
+    assert peak(net, x) <= net.plan.peak <= net.memory

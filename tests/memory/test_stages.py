@@ -1,31 +1,31 @@
-"""What the stages of a model keep together: in memory that is free anyway, or within a budget. Peaks are measured, bits compared."""
+"""What the stages of a converted model keep together within a budget. Peaks are measured, bits compared."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import math
 import pickle
-import sys
 import weakref
 from collections import OrderedDict
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy, step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import KNOWN_INSIDE
-from retrograde.convert import arrange
-from retrograde.convert.convert import ARRANGED, stages_of
-from retrograde.measure import dry
+from retrograde.convert.convert import stages_of
+from retrograde.convert.survey import SCHEDULER
+from retrograde.memory.budget import Scheduler, Step, choose
+from retrograde.memory.modes import Budget
+from retrograde.memory.schedule import RESERVE, with_reserve
 from retrograde.nets.resnet import Bottleneck, ResNet
 from retrograde.stack.momentum import Momentum
-from retrograde.stack.timeline import RESERVE, with_reserve
 
 IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
@@ -41,9 +41,19 @@ def first_deep() -> nn.Module:
     return resnet(6, 2, 2, 1)
 
 
-def converted(model: nn.Module, example: Any = IMAGES, arranged: bool = True, **options: Any) -> nn.Module:
-    options = {"budget": "free", **options} if arranged and options.get("memory", "auto") == "auto" else options
-    return rg.convert(model, example, **options)
+def converted(model: nn.Module, memory: Any = "auto", **options: Any) -> nn.Module:
+    return rg.convert(model, IMAGES, memory=memory, **options)
+
+
+def scheduler_of(model: nn.Module) -> Scheduler:
+    scheduler, _ = model.__dict__[SCHEDULER]
+    return scheduler
+
+
+def observed(model: nn.Module, plans: Any = None) -> Step:
+    """A step of a converted model with these plans, without values."""
+    scheduler, stacks = model.__dict__[SCHEDULER]
+    return scheduler.step(model, stacks, (IMAGES,), {}, plans)
 
 
 def used(model: nn.Module) -> dict[str, str]:
@@ -58,35 +68,16 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_free_memory_is_used_and_the_peak_stays() -> None:
-    lean, free = (converted(resnet(), arranged=arranged) for arranged in (False, True))
-    before, after = (rg.measure(model, IMAGES, repeats=1) for model in (lean, free))
+def test_memory_below_the_peak_is_used() -> None:
+    """Given what the leanest plan takes at its highest point, the other stages keep inputs and tensors while it is not their turn."""
+    lean = converted(resnet())
+    budget = with_reserve(max(observed(lean).usage))
+    used_up = converted(resnet(), memory=budget)
+    before, after = (rg.measure(model, IMAGES, repeats=1) for model in (lean, used_up))
     assert after.held > 1.05 * before.held  # it is used
-    assert after.peak <= before.peak + 4_096 or not KNOWN_INSIDE  # hashes of what is kept
-    assert used(lean) != used(free)
-    assert any("keep input" in mode or mode == "store" for mode in used(free).values())
-    assert same(bits(lean), bits(free))
-
-
-def test_nothing_is_kept_where_nothing_is_free() -> None:
-    """Two stages below a head whose output is larger than all else: the peak is there, while everything is held."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-            self.encoder, self.head = (
-                nn.TransformerEncoder(layer, 12, enable_nested_tensor=False),
-                nn.Linear(16, 20_000),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.head(self.encoder(x))
-            return y
-
-    model, x = rg.convert(Model()), torch.randn(2, 10, 16)
-    model(x)
-    assert used(model) == {"encoder.layers.0-11": "reverse"}
+    assert after.peak <= budget or not KNOWN_INSIDE
+    assert used(lean) != used(used_up)
+    assert same(bits(lean), bits(used_up))
 
 
 @pytest.fixture(scope="module")
@@ -94,21 +85,21 @@ def extremes() -> tuple[dict[str, Tensor], int, int]:
     """What a step gives with everything stored, the memory that takes, and the least of all plans."""
     stored = converted(resnet(), memory="store")
     most, expected = rg.measure(stored, IMAGES, repeats=1).peak, bits(stored)
-    model = converted(resnet(), budget=1)
-    with pytest.raises(ValueError, match=r"budget = 1 bytes is not enough .* is \d+") as error:
+    model = converted(resnet(), memory=1)
+    with pytest.raises(ValueError, match=r"memory=1 is not enough .* is \d+ bytes") as error:
         model(IMAGES)
-    return expected, int(str(error.value).split(", is ")[1].split(".")[0]), most
+    return expected, int(str(error.value).split(", is ")[1].split()[0]), most
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.3, 0.5, 0.75, 1.0])
 def test_budget_sweep_over_all_stages(share: float, extremes: tuple[dict[str, Tensor], int, int]) -> None:
     expected, least, most = extremes
     budget = int(least + share * (most * 1.25 - least))
-    model = converted(resnet(), budget=budget)
+    model = converted(resnet(), memory=budget)
     assert same(bits(model), expected)
     assert rg.measure(model, IMAGES, repeats=1).peak <= budget or not KNOWN_INSIDE
-    (plans,) = model.__dict__[ARRANGED].plans.values()
-    assert all(plan.peak <= budget for plan in plans.values())
+    (known,) = scheduler_of(model).known.values()
+    assert all(plan.peak <= budget for plan in known.plans[budget].values())
     if share == 1.0:
         assert set(used(model).values()) == {"store"}
     if share == 0.0:
@@ -117,17 +108,17 @@ def test_budget_sweep_over_all_stages(share: float, extremes: tuple[dict[str, Te
 
 def test_more_memory_is_never_slower() -> None:
     model = converted(resnet())
-    tried = functools.partial(arrange.simulated, model, stages_of(model), (IMAGES,), {}, None, None)
-    least, costs = math.ceil(max(tried(None)[0]) * (1 + RESERVE)), []
+    lean, costs = observed(model), []
+    least = math.ceil(max(lean.usage) * (1 + RESERVE))
     seen: dict[str, Any] = {}
 
-    def once(plans: Any) -> Any:
-        ways = str({name: (p.reversed, p.kept, p.stored) for name, p in (plans or {}).items()})
-        seen[ways] = seen.get(ways) or tried(plans)
+    def once(plans: Any) -> Step:
+        ways = str({name: (p.reversed, p.kept, p.stored) for name, p in plans.items()})
+        seen[ways] = seen.get(ways) or observed(model, plans)
         return seen[ways]
 
     for factor in torch.linspace(1, 4, 12).tolist():
-        plans = arrange.Arrangement(int(least * factor), True).chosen(once, model)
+        plans = choose(once, lean, Budget(int(least * factor), factor), IMAGES.device)
         costs.append(next(iter(plans.values())).cost)
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 0 < costs[0]
@@ -135,19 +126,20 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_the_prediction_of_the_leanest_step() -> None:
     """Interval by interval, the highest is near to what is measured."""
-    model = converted(resnet(), arranged=False)
-    usage, tracks = arrange.simulated(model, stages_of(model), (IMAGES,), {})
+    model = converted(resnet())
+    step = observed(model)
     measured = rg.measure(model, IMAGES, repeats=1).peak
-    assert measured <= max(usage) * (1 + RESERVE)
-    assert max(usage) <= 1.25 * measured  # what oneDNN takes is bounded, not known
-    assert {stage.name for stage in tracks} == {stage.name for stage in stages_of(model)}
-    for stage, track in tracks.items():
+    assert measured <= max(step.usage) * (1 + RESERVE)
+    assert max(step.usage) <= 1.25 * measured  # what oneDNN takes is bounded, not known
+    assert set(step.tracks) == {stage.name for stage in stages_of(model)}
+    for stage in stages_of(model):
+        track = step.tracks[stage.name]
         assert sorted(track.forward) == sorted(track.backward) == list(range(stage.steps))
         assert max(track.forward.values()) < min(track.backward.values())
 
 
 def test_each_kind_of_input_has_its_plan() -> None:
-    model = converted(first_deep(), budget=4_300_000)
+    model = converted(first_deep(), memory=4_300_000)
     few, many = IMAGES[:2], IMAGES
     model(many)
     kept = used(model)
@@ -156,27 +148,20 @@ def test_each_kind_of_input_has_its_plan() -> None:
     assert set(used(model).values()) == {"store"}
     model(many)
     assert used(model) == kept
-    assert len(model.__dict__[ARRANGED].plans) == 2
+    assert len(scheduler_of(model).known) == 2
     with torch.no_grad():
         model(many[:3])
-    assert len(model.__dict__[ARRANGED].plans) == 2
-
-
-def test_without_a_budget_few_kinds_are_planned() -> None:
-    model = converted(resnet(3, 3, 1, 1))
-    for n in range(1, 8):
-        model(IMAGES[:n])
-    assert len([plans for plans in model.__dict__[ARRANGED].plans.values() if plans]) == 4
+    assert len(scheduler_of(model).known) == 2
 
 
 def test_warm_up_from_the_plain_network() -> None:
     """At gamma = 0 nothing can be reversed; later plans are made for what can."""
-    model = converted(first_deep(), budget=5_000_000)
+    model = converted(first_deep(), memory=5_000_000)
     warmup = rg.GammaWarmup(model, steps=3)
     for _ in range(5):
         model(IMAGES).sum().backward()
         warmup.step()
-    assert len(model.__dict__[ARRANGED].plans) <= 4  # γ = 0, ⅓, ⅔ and 1 of the way
+    assert len(scheduler_of(model).known) <= 4  # γ = 0, ⅓, ⅔ and 1 of the way
 
 
 def test_a_model_that_keeps_what_it_made() -> None:
@@ -202,7 +187,7 @@ def test_a_model_that_keeps_what_it_made() -> None:
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(2, 5, 16)
     other = rg.convert(copy.deepcopy(model), memory="store", fraction_bits=20)
-    rg.convert(model, budget=10**8, fraction_bits=20)
+    rg.convert(model, memory=10**8, fraction_bits=20)
     assert same(bits(model, x), bits(other, x))
     assert type(model.mask) is Tensor
     assert len(model.seen) == len(other.seen) == 1
@@ -213,10 +198,10 @@ def test_a_later_conversion_of_the_whole_takes_over() -> None:
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
     model = nn.Sequential(*(nn.TransformerEncoder(layer, 8, enable_nested_tensor=False) for layer in layers))
-    rg.convert(model[0], budget=10**9)
-    rg.convert(model, stages=["1.layers"], budget=10**9)
+    rg.convert(model[0], memory=10**9)
+    rg.convert(model, stages=["1.layers"], memory=10**9)
     model(torch.randn(2, 5, 16))
-    assert model[0].__dict__[ARRANGED].plans == {}
+    assert scheduler_of(model[0]).known == {}
     assert set(used(model).values()) == {"store"}
     assert len(used(model)) == 2
 
@@ -233,14 +218,14 @@ def test_a_stage_that_runs_twice_keeps_the_least() -> None:
             return a * b
 
     torch.manual_seed(0)
-    model, x = rg.convert(Siamese(), budget=10**9, fraction_bits=20), torch.randn(2, 5, 16)
+    model, x = rg.convert(Siamese(), memory=10**9, fraction_bits=20), torch.randn(2, 5, 16)
     other = rg.convert(rg.revert(copy.deepcopy(model)), memory="store", fraction_bits=20)
     assert same(bits(model, x), bits(other, x))
     assert used(model) == {"encoder.layers.0-11": "reverse"}
 
 
 def test_copies_pickles_and_revert() -> None:
-    model = converted(first_deep(), budget=4_300_000)
+    model = converted(first_deep(), memory=4_300_000)
     expected = bits(model)
     assert "reverse 3, keep input 2" in used(model).values()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -248,25 +233,12 @@ def test_copies_pickles_and_revert() -> None:
         assert used(other) == used(model)
     plain = first_deep()
     before = anatomy(plain)
-    converted(plain, budget=4_300_000)(IMAGES)
+    converted(plain, memory=4_300_000)(IMAGES)
     rg.revert(plain)
     after = anatomy(plain)
     assert {path: found[:3] for path, found in after.items() if path != "parameters"} == {
         path: found[:3] for path, found in before.items() if path != "parameters"
     }
-
-
-def test_a_pickle_from_before_the_last_plan_was_kept() -> None:
-    model = converted(first_deep(), budget=4_300_000)
-    expected = bits(model)
-    for stage in stages_of(model):
-        state = {**stage.__getstate__(), "used": stage.used}
-        del state["last"]
-        stage.__dict__.clear()
-        stage.__setstate__(state)
-        assert stage.used == ""
-    assert same(bits(model), expected)
-    assert "reverse 3, keep input 2" in used(model).values()
 
 
 class Opaque(nn.Module):
@@ -280,40 +252,52 @@ class Opaque(nn.Module):
         return x + torch.tanh(self.linear(x)) * min(float(x.detach().abs().max()), 1)
 
 
-def test_a_model_that_needs_values() -> None:
-    blocks = nn.Sequential(*(Opaque() for _ in range(12)))
-    x = torch.randn(64, 8)
-    model = rg.convert(blocks, stages=["*"])
+@pytest.mark.parametrize("head", [False, True])
+def test_a_model_that_needs_values_is_planned_from_its_first_step(head: bool) -> None:
+    """`head`: something outside of the stages keeps more than they do."""
+    torch.manual_seed(0)
+    blocks, x = nn.Sequential(*(Opaque() for _ in range(12))), torch.randn(64, 8)
+    wide = nn.Sequential(nn.Linear(8, 1500), nn.Tanh(), nn.Linear(1500, 8)) if head else nn.Identity()
+    plain = nn.Sequential(blocks, wide)
+    expected = bits(rg.convert(copy.deepcopy(plain), stages=["0.*"], memory="store", fraction_bits=20), x)
+    most = rg.measure(plain, x, repeats=1).peak
+    chosen = []
+    for factor in (1.1, 2.5):
+        budget = int(most * factor)
+        model = rg.convert(copy.deepcopy(plain), stages=["0.*"], memory=budget, fraction_bits=20)
+        assert same(bits(model, x), expected)
+        assert set(used(model).values()) == {"reverse"}
+        assert same(bits(model, x), expected)
+        chosen.append(used(model))
+        assert rg.measure(model, x, repeats=1).peak <= budget
+    assert head or chosen[0] != chosen[1]
+    assert set(chosen[1].values()) == {"store"}
+    model = rg.convert(copy.deepcopy(plain), stages=["0.*"], memory=1)
     model(x).sum().backward()
-    assert set(used(model).values()) == {"reverse"}
-    rg.revert(model)
-    rg.convert(model, stages=["*"], budget=10**8)
-    with pytest.raises(ValueError, match="could not be tried out without values"):
+    with pytest.raises(ValueError, match="memory=1 is not enough"):
         model(x)
 
 
 def test_plan_shows_it() -> None:
-    plan = rg.plan(first_deep(), IMAGES, budget=4_300_000)
+    plan = rg.plan(first_deep(), IMAGES, memory=4_300_000)
     assert plan.peaks["auto"].peak <= 4_300_000
-    model = converted(first_deep(), budget=4_300_000)
+    model = converted(first_deep(), memory=4_300_000)
     model(IMAGES)
     assert {row.path: row.mode for row in plan.rows if row.mode != "as it is"} == used(model)
     assert any("keep input" in row.mode for row in plan.rows)
     assert any("keep input" in line for line in str(plan).splitlines())
     with pytest.raises(ValueError, match="not enough"):
-        rg.plan(first_deep(), IMAGES, budget=100)
-    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
-        rg.plan(first_deep(), IMAGES, budget=100, memory="reverse")
+        rg.plan(first_deep(), IMAGES, memory=100)
 
 
-@pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, "1GB"])
-def test_wrong_budgets(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [-1, 0.0, 1.5, True, "none", None])
+def test_wrong_memory(wrong: Any) -> None:
     model = resnet()
     before = anatomy(model)
-    with pytest.raises(ValueError, match="budget must be"):
-        rg.convert(model, IMAGES, budget=wrong)
-    with pytest.raises(ValueError, match="a budget is for memory='auto'"):
-        rg.convert(model, IMAGES, budget=10**6, memory="store")
+    with pytest.raises(ValueError, match="memory must be"):
+        rg.convert(model, IMAGES, memory=wrong)
+    with pytest.raises(ValueError, match="memory must be"):
+        rg.plan(model, IMAGES, memory=wrong)
     assert anatomy(model) == before
 
 
@@ -322,55 +306,45 @@ class Kept:
 
     table: Tensor | None = None
 
-    @staticmethod
-    @functools.lru_cache
-    def ramp(n: int) -> Tensor:
-        return torch.linspace(1, 2, n)
 
-
-@functools.lru_cache
-def ramp(n: int) -> Tensor:
-    return torch.linspace(0, 1, n)
-
-
-class Outside(nn.Module):
-    """Keeps tensors where modules do not: by lru_cache, in a plain object, in a dictionary of another kind; has a leaf of its own."""
+class Inside(nn.Module):
+    """Keeps tensors in a plain object and in a dictionary of another kind. Has a leaf that is no parameter, and counts its calls."""
 
     def __init__(self, kept: Kept, leaf: Tensor) -> None:
         super().__init__()
         self.linear, self.kept, self.ordered, self.leaf = nn.Linear(8, 8), kept, OrderedDict[int, Tensor](), leaf
+        self.generator = torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kept.table is None or self.kept.table.shape[0] != len(x):
             self.kept.table = torch.ones(len(x), 1)
         ordered = self.ordered.setdefault(len(x), torch.ones(len(x), 1))
-        ramps = ramp(len(x) + 3)[3:, None] * Kept.ramp(len(x))[:, None]
-        return x + torch.tanh(self.linear(x)) * ramps * self.kept.table * ordered * self.leaf
+        return x + torch.tanh(self.linear(x)) * self.kept.table * ordered * self.leaf * outside
 
 
-@pytest.mark.parametrize("budget", [None, "free", 10**9])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_tensors_kept_outside_of_modules(budget: Any, frozen: bool) -> None:
-    """The step without values leaves nothing there, nor gradients of leaves that are no parameters. Nor if `gc` is told to look past
-    all there is, as trainers do."""
-    (gc.freeze if frozen else gc.unfreeze)()
+outside = torch.full((1,), 0.5, requires_grad=True)
+
+
+def test_what_a_model_keeps_is_not_touched_by_planning() -> None:
+    """Nor gradients of leaves that are no parameters, of the model's own or in global variables."""
     found = {}
-    for memory in ("store", "auto"):
+    for memory in ("store", 10**9):
         torch.manual_seed(0)
-        ramp.cache_clear()
-        Kept.ramp.cache_clear()
+        outside.grad = None
         leaf, kept = torch.full((1,), 0.5, requires_grad=True), Kept()
-        stages = [nn.Sequential(*[Outside(kept, leaf) for _ in range(6)]) for _ in range(2)]
+        stages = [nn.Sequential(*[Inside(kept, leaf) for _ in range(6)]) for _ in range(2)]
         model = nn.Sequential(stages[0], nn.Linear(8, 8), stages[1])
-        rg.convert(
-            model, stages=["0", "2"], memory=memory, budget=budget if memory == "auto" else None, fraction_bits=20
-        )
+        rg.convert(model, stages=["0", "2"], memory=memory, fraction_bits=20)
         for n in (4, 5):
             model(torch.full((n, 8), 0.3)).square().sum().backward()
-        assert leaf.grad is not None
-        assert type(leaf.grad) is Tensor
-        found[memory] = [leaf.grad, *(p.grad for p in model.parameters())]
+        assert type(leaf.grad) is type(outside.grad) is type(kept.table) is Tensor
+        found[memory] = [leaf.grad, outside.grad, *(p.grad for p in model.parameters())]
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+@functools.lru_cache
+def ramp(n: int) -> Tensor:
+    return torch.linspace(0, 1, n)
 
 
 class Residual(nn.Module):
@@ -386,28 +360,30 @@ LEFT: dict[int, Tensor] = {}
 
 
 class Scale(nn.Module):
-    """Keeps a tensor in a global variable, or in a cache that is part of a closure."""
+    """Keeps a tensor in a global variable, in a cache of a function, or in one that is part of a closure."""
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, kept: str) -> None:
         super().__init__()
         cached = functools.lru_cache(functools.partial(torch.linspace, 1, 2))
-        self.table = (lambda n: cached(n)) if hidden else lambda n: LEFT.setdefault(n, torch.linspace(1, 2, n))
+        self.table = {
+            "global": lambda n: LEFT.setdefault(n, torch.linspace(1, 2, n)), "function": ramp, "closure": lambda n: cached(n)
+        }[kept]  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.table(len(x))[:, None]
 
 
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("kept", ["global", "function", "closure"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_is_left_without_values_is_refused(place: int, hidden: bool) -> None:
+def test_what_is_left_without_values_is_refused(place: int, kept: str) -> None:
     """Also outside of stages, where it made the loss one without values: gradients vanished, or the process crashed."""
     LEFT.clear()
+    ramp.cache_clear()
     parts: list[nn.Module] = [nn.Sequential(*[Residual() for _ in range(4)]) for _ in range(2)]
-    parts.insert(place, Scale(hidden))
+    parts.insert(place, Scale(kept))
     model = nn.Sequential(*parts)
     stages = [str(k) for k, part in enumerate(parts) if isinstance(part, nn.Sequential)]
-    rg.convert(model, stages=stages, budget=10**9, fraction_bits=20)
-    gc.freeze()
+    rg.convert(model, stages=stages, memory=10**9, fraction_bits=20)
 
     def steps() -> None:
         for n in (4, 5):
@@ -417,45 +393,16 @@ def test_what_is_left_without_values_is_refused(place: int, hidden: bool) -> Non
         steps()
 
 
-class Lazy(ModuleType):
-    def __getattribute__(self, name: str) -> Any:
-        raise SystemExit("imported")
-
-
-class Odd(type):
-    @property
-    def __dict__(cls) -> Any:  # type: ignore[override]
-        raise RuntimeError
-
-
-def test_caches_are_looked_for_without_asking_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In frozen modules: those that import themselves when asked, classes that answer in their own way, what is no module at all."""
-    odd = ModuleType("odd")
-    odd.Odd = Odd("Odd", (), {"cached": staticmethod(functools.lru_cache(abs))})
-    odd.wrapped = torch.no_grad()(functools.lru_cache(abs))
-    for name, entry in {"lazy": Lazy("lazy"), "odd": odd, "nothing": None, "slots": object()}.items():
-        monkeypatch.setitem(sys.modules, f"retrograde_test_{name}", entry)
-    gc.freeze()
-    found = dry._tables([{"own": (own := functools.lru_cache(abs))}])
-    assert own in found
-    assert odd.wrapped.__wrapped__ in found
-    assert type.__dict__["__dict__"].__get__(odd.Odd)["cached"].__func__ in found
-
-
-def test_a_plan_takes_what_was_thought_or_one_that_keeps_less_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_takes_more_than_was_thought_is_exchanged() -> None:
     """The plan is tried: though every interval is thought to need less than it does, no budget is exceeded."""
     model = converted(resnet())
-    tried = functools.partial(arrange.simulated, model, stages_of(model), (IMAGES,), {}, None, None)
-    least = max(tried(None)[0])
-
-    def short(plans: Any) -> Any:
-        usage, tracks = tried(plans)
-        return ([n - least // 5 * (plans is None) for n in usage], tracks)
-
+    lean = observed(model)
+    least = max(lean.usage)
+    thought = dataclasses.replace(lean, usage=[n - least // 5 for n in lean.usage])
     for factor in (1.3, 2.5):
         budget = int(least * factor)
-        plans = arrange.Arrangement(budget, True).chosen(short, model)
-        assert with_reserve(max(tried(plans)[0])) <= budget, factor
+        plans = choose(functools.partial(observed, model), thought, Budget(budget, budget), IMAGES.device)
+        assert with_reserve(max(observed(model, plans).usage)) <= budget, factor
         assert any(plan.kept or plan.stored for plan in plans.values()), factor
 
 

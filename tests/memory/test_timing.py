@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from retrograde.measure import Times, interleave
+from retrograde.memory import Times, interleave
 
 
 def test_functions_take_turns_and_every_other_round_runs_backward() -> None:

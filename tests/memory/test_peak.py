@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import retrograde as rg
-from retrograde.measure import Peak, held_bytes, peak_memory
+from retrograde.memory import Peak, held_bytes, peak_memory
 
 MB = 1_000_000
 
