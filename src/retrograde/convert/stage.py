@@ -190,8 +190,7 @@ class Stage:
         assert self.last is not None
         observer = self.stack.observer(x)
         fake = is_fake(x)
-        if not fake:
-            check_surroundings()
+        check_surroundings()
         overflow = "nan" if fake else self.settings.overflow
         training, most_guard = own.block.training, self.recurrence.most_guard
         seen = self.range.begin(x, self.steps + 1, training=training, overflow=overflow, most_guard=most_guard)

@@ -210,12 +210,11 @@ class MomentumNet(nn.Module):
             **plan,
         }
         if not any(self.recurrence.gammas):
-            if plan.get("kept") and torch.is_grad_enabled() and not fake:
+            if plan.get("kept") and torch.is_grad_enabled():
                 check_surroundings()
             self.range.deferred.collect(x0)
             return self._driven(Pass(Residual(x0, self.form), x0, depth, **settings), extra, observer)
-        if not fake:
-            check_surroundings()
+        check_surroundings()
         overflow, most_guard = "nan" if fake else self.overflow, self.recurrence.most_guard
         seen = self.range.begin(x0, depth + 1, training=self.training, overflow=overflow, most_guard=most_guard)
         state = Momentum(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
