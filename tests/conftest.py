@@ -33,16 +33,16 @@ def seeded() -> None:
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step with gradients: whether it formed a relu."""
-    from retrograde.stack.momentum import Momentum  # not before the interpreter is chosen
+    """For each step taken: whether it formed a relu."""
+    from retrograde.reverse.momentum import Momentum  # not before the interpreter is chosen
 
     made: list[bool] = []
-    mask = Momentum.mask
+    take = Momentum.take
 
-    def noted(self: Momentum, k: int) -> Tensor | None:
-        found = mask(self, k)
-        made.append(found is not None)
-        return found
+    def noted(self: Momentum, k: int, y: Tensor) -> Tensor:
+        out = take(self, k, y)
+        made.append(k in self.gradient.masks)
+        return out
 
-    monkeypatch.setattr(Momentum, "mask", noted)
+    monkeypatch.setattr(Momentum, "take", noted)
     return made

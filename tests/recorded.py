@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from problems import Attention, Mlp, conv, float_recurrence
 from torch import Tensor, nn
 
 import retrograde as rg
+from problems import Attention, Mlp, conv, float_recurrence
 
 RECORDS = Path(__file__).with_name("recorded_bits.json")
 BITS = 18

@@ -246,7 +246,8 @@ def graph_in_the_trainer(device: str) -> str:
     if device != "cuda":
         return "there is no GPU"
     sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-    from retrograde_experiments.train.learner import Learner, momentum_nets
+    from retrograde.reverse.range import holders
+    from retrograde_experiments.train.learner import Learner
     from retrograde_experiments.train.models import build
     from retrograde_experiments.train.setting import Recipe
 
@@ -266,7 +267,7 @@ def graph_in_the_trainer(device: str) -> str:
                 net = build(
                     "thin-resnet20", classes=10, channels=3, gamma=gamma, memory="auto" if gamma else "store"
                 ).to(device)
-                for _, part in momentum_nets(net):
+                for _, part in holders(net):
                     part.range.setting = rg.FixedPoint(
                         20, torch.int32
                     )  # one that follows the activations stands still in a graph

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conversion import anatomy, step
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import assert_same_bits
 from retrograde.convert.find import find
 from retrograde.convert.probe import every, record

@@ -287,7 +287,9 @@ def looked_at(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("velocity", [None, "first"])
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_block_that_looks_at_its_input_changes_no_more_than_the_order_of_sums(look: str, velocity: str | None, dtype: torch.dtype, form: str) -> None:
+def test_a_block_that_looks_at_its_input_changes_no_more_than_the_order_of_sums(
+    look: str, velocity: str | None, dtype: torch.dtype, form: str
+) -> None:
     """Blocks use x more than once, so that the order of sums shows."""
 
     class Block(Residual):
@@ -782,7 +784,9 @@ def test_an_x_made_of_a_branch_that_is_looked_at_can_be_written_to(memory: str, 
     torch.manual_seed(5)
     model = Written(write).double()
     y, seen, wanted = step_of(copy.deepcopy(model), look, written_out=True)
-    other = rg.convert(copy.deepcopy(model), gamma=GAMMA, form="branch", stages=["layers"], memory="store", fixed_point=FINE)
+    other = rg.convert(
+        copy.deepcopy(model), gamma=GAMMA, form="branch", stages=["layers"], memory="store", fixed_point=FINE
+    )
     rg.convert(model, gamma=GAMMA, form="branch", stages=["layers"], memory=memory, fixed_point=FINE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if write != "x += f" else "error")  # the velocity starts from 0 again

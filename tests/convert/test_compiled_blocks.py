@@ -44,7 +44,13 @@ def test_bits_of_store_and_nothing_compiled_twice(make: Callable[[], Any], backe
     start, blocks = compiled_frames(), 0
     for memory in ("store", "reverse"):
         model.load_state_dict(weights)
-        rg.convert(model, memory=memory, compile={"backend": backend}, fixed_point=rg.FixedPoint(20, torch.int32), verify="strict")
+        rg.convert(
+            model,
+            memory=memory,
+            compile={"backend": backend},
+            fixed_point=rg.FixedPoint(20, torch.int32),
+            verify="strict",
+        )
         found[memory] = step(model, x)
         before = compiled_frames()
         step(model, x)

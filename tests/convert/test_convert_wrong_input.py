@@ -116,7 +116,7 @@ def test_refused_and_untouched(name: str) -> None:
 def test_branches_that_the_model_scales_are_not_found_and_refused_by_name(name: str) -> None:
     """A step adds f(x) as it is. One layer alone is refused, too."""
     model = Adds(SCALED[name])
-    with pytest.raises(ValueError, match="no run of 2 or more"):
+    with pytest.raises(ValueError, match="no run of two or more"):
         rg.convert(model, X)
     if name == "alpha in place":  # autograd does not see that x and its clone are one
         return

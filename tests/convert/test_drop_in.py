@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy, step
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import assert_same_bits
 from retrograde.convert.convert import stages_of
 from retrograde.extras import require
@@ -198,7 +198,9 @@ def test_hooks_see_every_block_once_and_change_nothing() -> None:
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", "auto", "1GB"])
 @pytest.mark.parametrize("gamma", [0.9, 0])
 @pytest.mark.parametrize("by_example", [False, True])
-def test_the_model_is_called_once_a_step_and_its_blocks_once_in_forward(memory: str, gamma: float, by_example: bool) -> None:
+def test_the_model_is_called_once_a_step_and_its_blocks_once_in_forward(
+    memory: str, gamma: float, by_example: bool
+) -> None:
     """Also in the first step; a trial on an example, or a plan within a budget, calls a copy, or nothing that is seen later."""
     if memory == "reverse" and gamma == 0:
         pytest.skip("cannot be reversed")

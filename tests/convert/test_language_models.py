@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, PAIR, SEQ, TOKENS, hf
-from conversion import step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import step
 from problems import assert_same_bits
 
 
@@ -127,7 +127,9 @@ def test_embeddings_as_inputs_get_gradients() -> None:
 
 
 def test_masks_reach_the_blocks() -> None:
-    model = rg.convert(ARCHITECTURES["transformers Bert"].make().eval(), memory="reverse")
+    model = rg.convert(
+        ARCHITECTURES["transformers Bert"].make().eval(), memory="reverse", fixed_point=rg.FixedPoint(20, torch.int32)
+    )
     mask = TOKENS["attention_mask"]
     other = torch.where(mask, TOKENS["input_ids"], 5)
     a, b = (model(input_ids=ids, attention_mask=mask)[0][1, :7] for ids in (TOKENS["input_ids"], other))

@@ -164,7 +164,7 @@ def test_to_the_bit(make: Callable[[], nn.Module], precision: str) -> None:
     if precision == "autocast of float32":  # x comes to the stages in float32, what their blocks make of it is bfloat16
         first = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
         first.register_forward_hook(lambda *a: a[2].float())
-    bits: dict[str, Any] = {"fraction_bits": 40 if dtype is torch.float64 else 12}
+    bits: dict[str, Any] = {"fixed_point": rg.FixedPoint(40 if dtype is torch.float64 else 12, torch.int32)}
     with torch.autocast("cpu", torch.bfloat16, enabled=precision.startswith("autocast")):
         plain = step(model, x)
         assert forms(model) == {"relu"}
@@ -184,7 +184,13 @@ def test_the_first_block_makes_v0(make: Callable[[], nn.Module]) -> None:
     model, found = make().double(), {}
     for form in ("block", "relu"):
         for memory in [*MODES, "auto"]:
-            mine = rg.convert(copy.deepcopy(model), form=form, memory=memory, velocity="first", fraction_bits=40)
+            mine = rg.convert(
+                copy.deepcopy(model),
+                form=form,
+                memory=memory,
+                velocity="first",
+                fixed_point=rg.FixedPoint(40, torch.int32),
+            )
             found[form, memory] = step(mine, IMAGE.double())
     for (form, memory), now in found.items():
         assert equal(now, found[form, "store"]), (form, memory)
@@ -197,7 +203,9 @@ def test_gradients_that_come_in_between(used: list[int]) -> None:
     model, x, found = thin_resnet(26).double(), torch.randn(2, 3, 16, 16, dtype=torch.float64), {}
     for form in ("block", "relu"):
         for memory in MODES:
-            mine = rg.convert(copy.deepcopy(model), form=form, memory=memory, fraction_bits=40)
+            mine = rg.convert(
+                copy.deepcopy(model), form=form, memory=memory, fixed_point=rg.FixedPoint(40, torch.int32)
+            )
             (stage, *_), outputs = stages_of(mine), list[Tensor]()
             blocks = [
                 block for path, block in mine.named_modules() if path.rpartition(".")[0] == stage.name.split(".")[0]
@@ -222,7 +230,7 @@ def test_a_sum_that_is_broadcast() -> None:
             self.norm = nn.Sequential(nn.AdaptiveAvgPool1d(1))
 
     model, x = net(Pooled).double(), ROWS.double()
-    options: dict[str, Any] = {"stages": [""], "fraction_bits": 40, "memory": "reverse"}
+    options: dict[str, Any] = {"stages": [""], "fixed_point": rg.FixedPoint(40, torch.int64), "memory": "reverse"}
     assert forms(model, stages=[""]) == {"relu"}
     ours = step(rg.convert(copy.deepcopy(model), **options), x)
     theirs = step(rg.convert(copy.deepcopy(model), form="block", **options), x)
@@ -287,7 +295,7 @@ def test_changed_blocks_run_as_they_are(how: str, later: bool, masks: list[bool]
     for form in ("block", None):
         for memory in MODES:
             mine = copy.deepcopy(model)
-            options: dict[str, Any] = {"form": form, "memory": memory, "fraction_bits": 40}
+            options: dict[str, Any] = {"form": form, "memory": memory, "fixed_point": rg.FixedPoint(40, torch.int64)}
             if not later:
                 changed(how, mine.layer1[1])
             rg.convert(mine, **options)
@@ -375,7 +383,7 @@ def test_a_proof_is_not_taken_for_a_block_with(name: str, which: list[int]) -> N
     found = []
     for form in ("block", None):
         mine = copy.deepcopy(model)
-        rg.convert(mine, stages=[""], form=form, memory="reverse", fraction_bits=40)
+        rg.convert(mine, stages=[""], form=form, memory="reverse", fixed_point=rg.FixedPoint(40, torch.int32))
         assert {stage.settings.form for stage in stages_of(mine)} == {"block"}
         found.append(step(mine, ROWS.double()))
     assert equal(*found)
@@ -397,7 +405,9 @@ def test_what_a_converted_block_is_given_is_looked_up(
     """As Python does: its own attributes come before its submodules, and a parameter is not None."""
     model, found = net(Gained).double(), []
     for form in ("block", None):
-        mine = rg.convert(copy.deepcopy(model), stages=[""], form=form, memory=memory, fraction_bits=40)
+        mine = rg.convert(
+            copy.deepcopy(model), stages=[""], form=form, memory=memory, fixed_point=rg.FixedPoint(40, torch.int32)
+        )
         step(mine, ROWS.double())
         change(mine[1])
         masks.clear()
@@ -422,7 +432,9 @@ def test_a_hook_that_keeps_what_x_is_added_to_in_place(inner: bool) -> None:
     assert forms(model, stages=[""]) == {"relu"}
     for form in ("block", None):
         kept: list[Tensor] = []
-        mine = rg.convert(copy.deepcopy(model), stages=[""], form=form, memory="store", fraction_bits=40)
+        mine = rg.convert(
+            copy.deepcopy(model), stages=[""], form=form, memory="store", fixed_point=rg.FixedPoint(40, torch.int32)
+        )
         for block in mine:
             (block.second[0] if inner else block.second).register_forward_hook(lambda m, a, y, to=kept: to.append(y))
         x = ROWS.double().requires_grad_()
@@ -446,7 +458,14 @@ def test_steps_of_both_kinds_in_one_pass(which: list[int], velocity: str | None)
     for form in ("block", None):
         for memory in MODES:
             mine = copy.deepcopy(model)
-            rg.convert(mine, stages=[""], form=form, memory=memory, velocity=velocity, fraction_bits=40)
+            rg.convert(
+                mine,
+                stages=[""],
+                form=form,
+                memory=memory,
+                velocity=velocity,
+                fixed_point=rg.FixedPoint(40, torch.int32),
+            )
             for k in which:
                 mine[k].act.register_forward_hook(lambda *_: called.append(1))
             found[form, memory] = step(mine, ROWS.double())
@@ -464,7 +483,7 @@ def test_the_survey_knows_which_steps_are_whole() -> None:
         for block in model:
             block.act = nn.Hardtanh(0, 1e3)
         step(model, 10 * ROWS)
-        found.append([stage.range.of(True).fixed for stage in stages_of(model)])
+        found.append([stage.range.found for stage in stages_of(model)])
     assert found[0] == found[1]
     assert found[0][0] is not None
 
@@ -479,7 +498,7 @@ def test_hooks_on_the_block_and_inside_it_are_called(masks: list[bool]) -> None:
         model.layer1[1].register_forward_pre_hook(lambda m, a, n=name: seen[n].append(a[0].detach().clone()))
         model.layer1[1].register_forward_hook(lambda m, a, y, n=name: seen[n].append(y.detach().clone()))
         model.layer1[1].bn3.register_forward_hook(lambda m, a, y, n=name: seen[n].append(y.detach().clone()))
-        rg.convert(model, form=form, fraction_bits=16, memory="store")
+        rg.convert(model, form=form, fixed_point=rg.FixedPoint(16, torch.int32), memory="store")
         found.append(step(model))
     assert len(seen["None"]) == len(seen["block"]) == 3
     assert all(torch.equal(a, b) for a, b in zip(seen["None"], seen["block"], strict=True) if a.shape == b.shape)
@@ -527,7 +546,7 @@ def test_blocks_called_by_keyword_and_with_more_than_x(masks: list[bool]) -> Non
     assert masks == [True] * 8
     assert equal(*found)
     with pytest.raises(TypeError):
-        rg.convert(net(), stages=[""], fraction_bits=20)[0](ROWS, 1)
+        rg.convert(net(), stages=[""], fixed_point=rg.FixedPoint(20, torch.int32))[0](ROWS, 1)
 
 
 # what is left of the model ---------------------------------------------------------------------------------------------
@@ -536,7 +555,7 @@ def test_blocks_called_by_keyword_and_with_more_than_x(masks: list[bool]) -> Non
 def test_copies_pickles_and_the_way_back(masks: list[bool]) -> None:
     model = narrow("seresnet50").eval()
     keys, before, classes = list(model.state_dict()), model(IMAGE), [type(m) for m in model.modules()]
-    rg.convert(model, fraction_bits=16)
+    rg.convert(model, fixed_point=rg.FixedPoint(16, torch.int32))
     assert list(model.state_dict()) == keys
     wanted = step(model)
     assert any(masks)
@@ -553,7 +572,7 @@ def test_a_traced_block() -> None:
     model = torchvision().double()
     for k in (1, 2):
         model.layer1[k] = torch.fx.symbolic_trace(model.layer1[k])
-    options: dict[str, Any] = {"stages": ["layer1.[12]"], "fraction_bits": 40}
+    options: dict[str, Any] = {"stages": ["layer1.[12]"], "fixed_point": rg.FixedPoint(40, torch.int64)}
     found = {
         form: step(rg.convert(copy.deepcopy(model), form=form, **options), IMAGE.double()) for form in ("block", None)
     }
@@ -564,8 +583,8 @@ def test_a_traced_block() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
 def test_blocks_compiled() -> None:
     model, x = resnet(18, size="cifar", classes=3, width=4), torch.randn(2, 3, 8, 8)
-    wanted = step(rg.convert(copy.deepcopy(model), fraction_bits=16), x)
-    found = step(rg.convert(model, fraction_bits=16, compile={"backend": "eager"}), x)
+    wanted = step(rg.convert(copy.deepcopy(model), fixed_point=rg.FixedPoint(16, torch.int32)), x)
+    found = step(rg.convert(model, fixed_point=rg.FixedPoint(16, torch.int32), compile={"backend": "eager"}), x)
     assert equal(found, wanted)
 
 
@@ -580,8 +599,12 @@ def test_gamma_set_to_zero_runs_the_blocks_themselves() -> None:
 
 def test_a_budget() -> None:
     model, x = resnet(18, size="cifar", classes=3, width=4), torch.randn(2, 3, 16, 16)
-    wanted = step(rg.convert(copy.deepcopy(model), form="relu", fraction_bits=18, memory="store"), x)
-    assert equal(step(rg.convert(model, form="relu", fraction_bits=18, budget=10**9), x), wanted)
+    wanted = step(
+        rg.convert(copy.deepcopy(model), form="relu", fixed_point=rg.FixedPoint(18, torch.int32), memory="store"), x
+    )
+    assert equal(
+        step(rg.convert(model, form="relu", fixed_point=rg.FixedPoint(18, torch.int32), memory=10**9), x), wanted
+    )
 
 
 # plans -----------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import anatomy, step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import anatomy, step
 from problems import assert_same_bits
 from retrograde.convert.convert import look, stages_of
 

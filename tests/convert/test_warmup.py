@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversion import step
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import step
 from problems import assert_same_bits
 from retrograde.convert import lightning_callback, trainer_callback
 from retrograde.convert.convert import stages_of
@@ -33,7 +33,8 @@ def gamma_of(model: nn.Module) -> Any:
 def test_from_the_plain_network_to_the_converted_one() -> None:
     model = encoder()
     plain = step(model, lambda m: m(X))
-    final = step(rg.convert(model, gamma=0.9, memory="reverse"), lambda m: m(X))
+    rg.convert(model, gamma=0.9, memory="reverse", fixed_point=rg.FixedPoint(20, torch.int32))
+    final = step(model, lambda m: m(X))
     warmup = rg.GammaWarmup(model, steps=3)
     assert_same_bits(step(model, lambda m: m(X)), plain)
     seen = []

@@ -39,7 +39,7 @@ def unwrapped(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def every_mode(
-    kind: str, rank: int, wrap: Callable[[nn.Module], nn.Module], verify: str = "end", **how: Any
+    kind: str, rank: int, wrap: Callable[[nn.Module], nn.Module], verify: str = "strict", **how: Any
 ) -> dict[str, Tensor]:
     """Train in every memory mode; what reverse mode gave, once all agree to the bit."""
     found = {}
@@ -60,7 +60,7 @@ def case_accumulate(kind: str, way: str, rank: int) -> dict[str, Tensor]:
     found = {}
     for mode in MODES:
         torch.manual_seed(100 + rank)
-        ddp = DDP(SUBJECTS[kind].build(mode, "end"), **WAYS[way])
+        ddp = DDP(SUBJECTS[kind].build(mode, "strict"), **WAYS[way])
 
         def sync(last: bool, ddp: DDP = ddp) -> AbstractContextManager[None]:
             return nullcontext() if last else ddp.no_sync()
@@ -143,7 +143,7 @@ def bf16() -> AbstractContextManager[Any]:
 
 
 def case_autocast(rank: int) -> dict[str, Tensor]:
-    return every_mode("mlp", rank, DDP, verify="blocks", around=bf16)
+    return every_mode("mlp", rank, DDP, verify="strict", around=bf16)
 
 
 def case_buffers(rank: int) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def case_uneven(rank: int) -> dict[str, Tensor]:
     """Rank 1 has two steps more than rank 0: `join` answers its all-reduces on rank 0's behalf."""
     found = {}
     for mode in MODES:
-        ddp = DDP(SUBJECTS["mlp"].build(mode, "end"))
+        ddp = DDP(SUBJECTS["mlp"].build(mode, "strict"))
         with ddp.join():
             train(ddp, SUBJECTS["mlp"], rank, steps=2 + 2 * rank)
         found[mode] = unwrapped({name: p.detach() for name, p in ddp.named_parameters()})
@@ -181,8 +181,8 @@ def case_uneven(rank: int) -> dict[str, Tensor]:
 def case_joined(kind: str, dtype: torch.dtype, rank: int) -> dict[str, float]:
     """Six steps on two processes, and on one process with the joined batch: how far apart, in units of the last place."""
     subject = SUBJECTS[kind]
-    two = unwrapped(train(DDP(subject.build("reverse", "end").to(dtype)), subject, rank, steps=6, dtype=dtype))
-    one = train(subject.build("reverse", "end").to(dtype), subject, None, steps=6, dtype=dtype)
+    two = unwrapped(train(DDP(subject.build("reverse", "strict").to(dtype)), subject, rank, steps=6, dtype=dtype))
+    one = train(subject.build("reverse", "strict").to(dtype), subject, None, steps=6, dtype=dtype)
     names = [name for name in one if not name.startswith("output")]
     return {name: relative_distance(two[name], one[name]) / torch.finfo(dtype).eps for name in names}
 

@@ -41,7 +41,7 @@ def every_mode(fit: Callable[[nn.Module], None], kind: str = KIND, seed: int = 0
     """The trained weights, the same in every memory mode, and other than those before."""
     found = {}
     for mode in MODES:
-        model = SUBJECTS[kind].build(mode, "end")
+        model = SUBJECTS[kind].build(mode, "strict")
         before = weights(model)
         torch.manual_seed(seed)
         fit(model)
@@ -211,7 +211,7 @@ def test_lora_on_a_frozen_stack(targets: str) -> None:
     peft = require("peft")
     found = {}
     for mode in MODES:
-        model = SUBJECTS[KIND].build(mode, "blocks")
+        model = SUBJECTS[KIND].build(mode, "strict")
         before = weights(model)
         torch.manual_seed(4)
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.1))

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`) around each block and the whole model, on two real processes with a CPU mesh.
 
-A block's parameters are gathered when it runs, in forward, in the replay and in the survey of the first pass; the replay comes lazily,
+A block's parameters are gathered when it runs, in forward and in the replay; the replay comes lazily,
 when FSDP2's own hooks have gathered them for backward. Reverse and checkpoint mode must give the bits of store mode under the same
 sharding, and without mixed precision the bits of DDP.
 """
@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(kind: str, memory: str, way: str, verify: str = "end", dtype: torch.dtype = torch.float32) -> nn.Module:
+def sharded(kind: str, memory: str, way: str, verify: str = "strict", dtype: torch.dtype = torch.float32) -> nn.Module:
     model = SUBJECTS[kind].build(memory, verify).to(dtype)
     mesh = init_device_mesh("cpu", (2,))
     for block in SUBJECTS[kind].blocks(model):
@@ -134,11 +134,11 @@ def case_before(rank: int) -> dict[str, Tensor]:
             torch.manual_seed(3)
             blocks = [Mlp(6, 10) for _ in range(5)]
         if order == "network first":
-            net = rg.MomentumNet(blocks, memory="reverse", verify="end")
+            net = rg.MomentumNet(blocks, memory="reverse", verify="strict")
         for block in blocks:
             fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
         if order == "blocks first":
-            net = rg.MomentumNet(blocks, memory="reverse", verify="end")
+            net = rg.MomentumNet(blocks, memory="reverse", verify="strict")
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
         x = SUBJECTS["mlp"].batch(rank)[0].requires_grad_()
         net(x).square().mean().backward()
@@ -154,7 +154,7 @@ def case_blocks_alone_in_bf16(rank: int) -> str:
     x, _ = SUBJECTS["mlp"].batch(rank)
     found, message = {}, "no error"
     for mode in ("store", "reverse", "checkpoint", "refused"):
-        model = SUBJECTS["mlp"].build("reverse" if mode == "refused" else mode, "end")
+        model = SUBJECTS["mlp"].build("reverse" if mode == "refused" else mode, "strict")
         output = None if mode == "refused" else torch.float32
         for block in SUBJECTS["mlp"].blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=output))
@@ -197,7 +197,7 @@ def case_joined(kind: str, dtype: torch.dtype, rank: int) -> dict[str, Tensor]:
 
 
 def case_collectives(memory: str, rank: int) -> list[list[str]]:
-    """Which collectives a step issues, in order: first step (with its survey) and second."""
+    """Which collectives a step issues, in order, first step and second."""
     model = sharded("mlp", memory, "reshard")
     x, _ = SUBJECTS["mlp"].batch(rank)
     issued: list[list[str]] = []
@@ -317,5 +317,5 @@ def test_both_ranks_issue_the_same_collectives_in_the_same_order(outcomes: Outco
         zero, one = outcomes.of(f"collectives {mode}")
         assert zero == one
     first, second = outcomes.of("collectives reverse")[0]
-    assert len(first) > len(second)  # the survey of the first pass gathers once more
+    assert first == second  # nothing is run in secret
     assert second == outcomes.of("collectives store")[0][1]  # the replay gathers nothing that backward would not

@@ -49,7 +49,7 @@ def case_order(memory: str, bucket_mb: float, rank: int) -> dict[str, Any]:
     ("reduce", i): the all-reduce of bucket i was started; ("run", k): block k was run again; ("gradient", k): the gradient of its
     first weight, the last of the block's to come, was there.
     """
-    model = SUBJECTS["mlp"].build(memory, "end")
+    model = SUBJECTS["mlp"].build(memory, "strict")
     log: list[Event] = []
     under_way: list[Reduction] = []
     blocks = [Traced(block, k, log, under_way) for k, block in enumerate(SUBJECTS["mlp"].blocks(model))]

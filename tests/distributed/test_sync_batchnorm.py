@@ -90,7 +90,7 @@ def case_train(rank: int) -> dict[str, Tensor]:
             patch.object(DDP, "_passing_sync_batchnorm_handle", lambda *_: None),  # and DDP's own check
         ):
             for mode in MODES:
-                model = nn.SyncBatchNorm.convert_sync_batchnorm(SUBJECTS[KIND].build(mode, "blocks"))
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(SUBJECTS[KIND].build(mode, "strict"))
                 assert sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) == 9
                 found[mode] = train(DDP(model), SUBJECTS[KIND], rank)
     assert_same_bits(found["store"], found["reverse"])

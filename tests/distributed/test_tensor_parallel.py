@@ -41,7 +41,7 @@ def case_train(kind: str, dtype: torch.dtype, rank: int) -> dict[str, Tensor]:
     found = {}
     for mode in MODES:
         torch.manual_seed(100)  # the same on both ranks: dropout stands outside the cut maps
-        found[mode] = train(parallel(kind, mode, "blocks", dtype), SUBJECTS[kind], None, dtype=dtype)
+        found[mode] = train(parallel(kind, mode, "strict", dtype), SUBJECTS[kind], None, dtype=dtype)
     assert_same_bits(found["store"], found["reverse"])
     assert_same_bits(found["store"], found["checkpoint"])
     return found["reverse"]
@@ -52,7 +52,7 @@ def case_sharded_too(rank: int) -> int:
     found = {}
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for mode in MODES:
-        model = SUBJECTS["mlp"].build(mode, "end")
+        model = SUBJECTS["mlp"].build(mode, "strict")
         for block in SUBJECTS["mlp"].blocks(model):
             parallelize_module(block, mesh["tp"], PLAN)
             fully_shard(block, mesh=mesh["dp"])

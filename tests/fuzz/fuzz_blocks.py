@@ -204,7 +204,9 @@ class Nested(nn.Module):
     def __init__(self, rng: Random) -> None:
         super().__init__()
         memory = rng.choice(["reverse", "checkpoint", "store"])
-        self.net = rg.MomentumNet([Mlp(rng) for _ in range(rng.choice([1, 3]))], memory=memory, fixed_point=rg.FixedPoint(18, torch.int32))
+        self.net = rg.MomentumNet(
+            [Mlp(rng) for _ in range(rng.choice([1, 3]))], memory=memory, fixed_point=rg.FixedPoint(18, torch.int32)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x) - x

@@ -24,6 +24,7 @@ import retrograde as rg
 
 Found = dict[str, Tensor]
 
+
 def _loss(y: Tensor) -> Tensor:
     return y.float().square().sum() if y.dtype != torch.float64 else y.square().sum()
 

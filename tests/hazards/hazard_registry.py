@@ -139,9 +139,8 @@ def judge(h: Hazard, contender: Contender) -> Cell:
 def judge_ours(h: Hazard, ours: Callable[[str], Contender]) -> Cell:
     """How we do by default; where that is silently wrong, also which verify= sees it."""
     cell = judge(h, ours("auto"))
-    if cell.kind == "wrong":
-        if judge(h, ours("strict")).kind == "raises":
-            return replace(cell, caught="strict")
+    if cell.kind == "wrong" and judge(h, ours("strict")).kind == "raises":
+        return replace(cell, caught="strict")
     return cell
 
 

@@ -72,9 +72,7 @@ NO_GRADIENT_DEPENDS_ON_IT = {
 def test_what_verify_is_for_in_checkpoint_mode(name: str) -> None:
     """Refused; right where what changes enters none of the tensors that the gradient is made of."""
     harmless = name in NO_GRADIENT_DEPENDS_ON_IT
-    assert judge(HAZARDS[name], Retrograde(memory="checkpoint")).kind == (
-        "right" if harmless else "raises"
-    )
+    assert judge(HAZARDS[name], Retrograde(memory="checkpoint")).kind == ("right" if harmless else "raises")
     off = judge(HAZARDS[name], Retrograde("off", memory="checkpoint"))
     assert off.kind == ("right" if harmless else "wrong")
 

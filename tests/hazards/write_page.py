@@ -51,40 +51,39 @@ Ours must also agree with the same recurrence in plain floats; "5e-03 from float
 | memcnn 1.5.2 | `InvertibleModuleWrapper(AdditiveCoupling, preserve_rng_state=True)`; `disable=True` |
 """
 RANGE_NOTE = """\
-One fixed point holds all x of a pass, as fine as the largest allows. What that cannot hold:
+One fixed point holds all x of a pass. Where values grow, the range widens within the pass, and no finite value raises on a
+CPU. What a range cannot hold:
 
-- |x| below 5e-26 everywhere (in float64 below 9e-19) raises, in a first pass and later: 107 fraction bits are the most there are. In
-  float64 there could be more; but the largest values of a pass are written down in units of the range as float32, and so is 2^bits.
-- An x that is small beside others of its pass has fewer digits: beside one 2^27 times as large (float32) none, and a block that is
-  given it is given 0. The same holds for one batch after another that was as much larger: the range follows with the next pass. After
-  a batch a million times as large, an ordinary one was off by 1.7e-2, once. Where it is the input of the network that is held
-  to fewer than 8 binary digits (3 with 16-bit state, 24 in float64), a warning says so; that of a single element does not show.
+- |x| below 5e-26 everywhere (in float64 below 9e-19) raises, in a first pass and later: 107 fraction bits are the most there
+  are. In float64 there could be more; but the largest values of a pass are written down in units of the range as float32, and
+  so is 2^bits.
+- An x that is small beside others of its pass has fewer digits: beside one 2^27 times as large (float32) none, and a block
+  that is given it is given 0. The same holds for one batch after another that was as much larger: the range follows with the
+  next pass. After a batch a million times as large, an ordinary one was off by 1.7e-2, once. Where it is the input of the
+  network that is held to fewer than 11 binary digits (3 with 16-bit state, 24 in float64), a warning says so; that of a
+  single element does not show.
 """
 VERIFY_NOTE = """\
 What `verify="off"` lets through is always of one kind: a block that reads something other than its input, its parameters, its
-buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint` and
-the others are wrong there as well, or right by luck where the quantity enters no saved tensor.
+buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint`
+and the others are wrong there as well, or right by luck where the quantity enters no saved tensor.
 
-The default, `verify="auto"`, sees it. In reverse mode v is hashed at every eighth layer of forward and where the gradients begin,
-and must hash to the same where backward ends; a wrong output anywhere above moves it. In checkpoint mode the output of each block
-is hashed, except of blocks that end in a product with a parameter: to run those to their end would cost 11 % of a step (an MLP of
-two products, on a CPU), so their replay stops where the gradient has all it is made of, and what their last products are made of
-is hashed, which determines the output, and the first 4,096 elements of everything else saved (of a transformer's layer: the
-inputs of its last two products, a sixth of what it saves). Where autograd does not have that (a last weight that is frozen),
-everything saved is hashed. Three kinds of tensor cannot be, because libraries leave anything in them: rows of bytes, uint64, and
-single int64 numbers; a block that saves one is run to its end, with the default only if it has no fused attention or cuDNN layer.
-Of parameters the first 4,096 elements are taken: plain autograd, too, holds them as they are. On a CPU the error comes at the end
-of the backward pass; on an accelerator, which is not waited for, at the start of a later pass. `.grad` is left as it is:
-`verify="end"` raises in time and puts it back (in checkpoint mode it compares the same hashes as the default, block by block, and
-an output on which no gradient depends may differ), `verify="blocks"` names the block.
+The default, `verify="auto"`, finds it, in reverse and in checkpoint mode. Gradients are made of what a block saves for
+autograd and of nothing else. So a sample of every tensor saved is hashed at the first run and at the replay: all of it up to
+1,024 elements, beyond that as many, evenly spread. This also finds what enters a gradient and not the output: something
+random behind a gate of zeros (ReZero, LayerScale, LoRA at the start), the mask of a straight-through estimator, a factor that
+a Function of one's own saves. In reverse mode the whole state is hashed as well, at the first block that is replayed, on the
+way forward and when backward is back there: a wrong output anywhere above moves it.
 
-What enters the gradient alone and not the output is not seen where outputs or states are compared: in reverse mode, and in
-checkpoint mode in blocks that do not end in a product. None of the rows below is of that kind. Three are known, each with
-something that torch's generators did not draw (NumPy's numbers, say; gradients were then wrong by more than their size): what is
-multiplied by a gate of zeros, as ReZero, LayerScale and LoRA's B are at the start; the mask of a straight-through estimator, m·y
-+ ((1 − m)·y).detach(); a factor that a Function of one's own saves for its backward. `verify="blocks"` sees all three in both
-modes: it compares what blocks saved for autograd as well as their outputs, but for tensors of the three kinds above and copies of
-running statistics. What a Function keeps elsewhere, as an attribute of ctx, is the first run's and needs no replay.
+On a CPU the error comes at the end of backward. An accelerator is not waited for: there the error comes at the start of a
+later pass, or from `rg.settle(net)`. `verify="strict"` hashes everything that is saved, and the output; it names the block
+and raises before the gradients of that block are made. Neither takes back gradients that have been added to `.grad` already.
+
+What the default may miss: a change in few elements of a large tensor, outside of the sample, which in reverse mode leaves the
+output as it was; in checkpoint mode any such change. What neither compares: parameters and buffers (writes to them are found
+by their versions); copies of running statistics; rows of bytes and single integers, in which libraries keep workspaces and
+places of generators; the noise of a random relu in eval mode, and the table of a CTC loss. What a Function keeps elsewhere,
+as an attribute of ctx, is the first run's and needs no replay.
 """
 
 

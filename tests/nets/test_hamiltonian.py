@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from problems import Mlp, same_in_every_mode
 import retrograde as rg
+from problems import Mlp, same_in_every_mode
 from retrograde.memory import held_bytes
 from retrograde.nets.hamiltonian import HamiltonianBlock, HamiltonianNet
 
@@ -73,7 +73,9 @@ def test_bytes_held_do_not_grow_with_depth() -> None:
     for memory in ("reverse", "store"):
         held = []
         for depth in (10, 30):
-            net = HamiltonianNet([HamiltonianBlock(8)] * depth, 0.1, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32))
+            net = HamiltonianNet(
+                [HamiltonianBlock(8)] * depth, 0.1, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32)
+            )
             held.append(held_bytes(lambda: net(x).sum()) / x.numel())  # noqa: B023
         slope[memory] = (held[1] - held[0]) / 20
         if memory == "reverse":

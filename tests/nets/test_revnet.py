@@ -158,7 +158,9 @@ def test_bytes_held_do_not_grow_with_depth() -> None:
     for memory in ("reverse", "checkpoint", "store"):
         held = []
         for depth in (10, 30):
-            net = RevNet([Mlp(4, 4)] * depth, [Mlp(4, 4)] * depth, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32))
+            net = RevNet(
+                [Mlp(4, 4)] * depth, [Mlp(4, 4)] * depth, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32)
+            )
             net(x)
             held.append(held_bytes(lambda: net(x).sum()) / x.numel())  # noqa: B023
         slope[memory] = (held[1] - held[0]) / 20
@@ -246,7 +248,9 @@ def test_a_block_that_does_not_repeat_itself_is_seen() -> None:
             return self.linear(x) + 1e-3 * self.calls
 
     for verify, text in (("strict", "block 2 did not repeat itself"), ("auto", "did not rewind to its start")):
-        net = RevNet([Mlp(4), Unsteady()], mlps(2), memory="reverse", verify=verify, fixed_point=rg.FixedPoint(20, torch.int32))
+        net = RevNet(
+            [Mlp(4), Unsteady()], mlps(2), memory="reverse", verify=verify, fixed_point=rg.FixedPoint(20, torch.int32)
+        )
         with pytest.raises(rg.ReplayError, match=text):
             net(torch.randn(2, 8)).sum().backward()
 

@@ -23,7 +23,9 @@ from retrograde.nets.resnet import (
     momentum_resnet,
     thin_resnet,
 )
-from retrograde_experiments.train.learner import compile_blocks, momentum_nets, ranges, set_gamma, set_ranges
+from retrograde.reverse.range import holders
+from retrograde_experiments.private import put_back, set_gamma, training_ranges, written
+from retrograde_experiments.train.learner import compile_blocks
 
 MODES = ["store", "checkpoint", "reverse", "auto"]
 KINDS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
@@ -33,7 +35,7 @@ IMAGES = torch.randn(3, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 def small(form: str | None, block: str = "basic", stages: tuple[int, ...] = (3, 6), **options: Any) -> ResNet:
     """The network with weights of its own seed."""
     torch.manual_seed(0)
-    options = {"gamma": 0.9, "fraction_bits": 18} | options
+    options = {"gamma": 0.9, "fixed_point": rg.FixedPoint(18, torch.int32)} | options
     return ResNet(KINDS[block], stages, width=4, stem="cifar", classes=3, form=form, **options)
 
 
@@ -100,7 +102,7 @@ def test_outputs_are_those_of_whole_blocks_and_no_mode_changes_a_bit(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", MODES)
 def test_gradients_differ_by_rounding_alone(memory: str, kind: str, masks: list[bool]) -> None:
-    options: dict[str, Any] = {"memory": memory, "fraction_bits": 40, "gamma": 0.5}
+    options: dict[str, Any] = {"memory": memory, "fixed_point": rg.FixedPoint(40, torch.int64), "gamma": 0.5}
     ours, theirs = (step(small(form, kind, **options).double(), IMAGES.double()) for form in ("relu", "block"))
     assert any(masks)
     assert_the_same_network(ours, theirs, 1e-12)
@@ -111,7 +113,9 @@ def test_autocast_with_float32_activations_adds_in_float32() -> None:
     x, found = torch.randn(2, 8, 5, 5), []
     for form in ("block", "relu"):
         torch.manual_seed(0)
-        stage = MomentumStage([BasicBlock(8, 8) for _ in range(4)], 0.5, form=form, fraction_bits=18)
+        stage = MomentumStage(
+            [BasicBlock(8, 8) for _ in range(4)], 0.5, form=form, fixed_point=rg.FixedPoint(18, torch.int32)
+        )
         with torch.autocast("cpu", torch.bfloat16):
             found.append(stage(x))
     assert found[1].dtype == torch.float32
@@ -126,16 +130,16 @@ def test_gamma_zero_is_the_plain_network(form: str | None) -> None:
     assert_same_bits(step(net), step(plain))
 
 
-@pytest.mark.parametrize("options", [{"every": 2}, {"state_bits": 16}, {"verify": "blocks", "memory": "reverse"}])
+@pytest.mark.parametrize("options", [{"fixed_point": "int16"}, {"verify": "strict", "memory": "reverse"}])
 def test_other_options_of_a_stage(options: dict[str, Any]) -> None:
-    if "state_bits" in options:
-        options = {**options, "fraction_bits": "auto"}
     assert_the_same_network(step(small(None, **options)), step(small("block", **options)), 1e-5)
 
 
 def test_the_inverse() -> None:
     torch.manual_seed(0)
-    net = RectifiedNet([BasicBlock(4, 4) for _ in range(6)], fraction_bits=18, velocity="first").eval()
+    net = RectifiedNet(
+        [BasicBlock(4, 4) for _ in range(6)], fixed_point=rg.FixedPoint(18, torch.int32), velocity="first"
+    ).eval()
     x = torch.randn(2, 4, 5, 5)
     wanted = net.encode(x).fixed
     for hook in (False, True):
@@ -153,15 +157,17 @@ def test_forms(name: str) -> None:
     make = partial(momentum_resnet, name)
     for form, wanted in ((None, "relu"), ("relu", "relu"), ("block", "block")):
         net = make(form=form)
-        assert {inner.recurrence.form for _, inner in momentum_nets(net)} == {wanted}
-        assert {inner.form for _, inner in momentum_nets(net)} == {"block"}  # of the blocks themselves
+        assert {inner.recurrence.form for _, inner in holders(net)} == {wanted}
+        assert {inner.form for _, inner in holders(net)} == {"block"}  # of the blocks themselves
         assert f"form={wanted!r}" in repr(inner(net))
         assert list(net.state_dict()) == list(make(form="block").state_dict())
 
 
 def test_without_a_form_it_is_relu() -> None:
     torch.manual_seed(0)
-    net = ResNet(BasicBlock, (3, 6), width=4, stem="cifar", classes=3, gamma=0.9, fraction_bits=18)
+    net = ResNet(
+        BasicBlock, (3, 6), width=4, stem="cifar", classes=3, gamma=0.9, fixed_point=rg.FixedPoint(18, torch.int32)
+    )
     assert_same_bits(step(net), step(small("relu")))
 
 
@@ -197,7 +203,9 @@ def test_blocks_of_other_classes(kind: type[BasicBlock], which: list[int], masks
         torch.manual_seed(0)
         blocks = [kind(4, 4) if k in which else BasicBlock(4, 4) for k in range(4)]
         masks.clear()
-        found.append(step(MomentumStage(blocks, 0.9, form=form, fraction_bits=18, memory="reverse"), x))
+        found.append(
+            step(MomentumStage(blocks, 0.9, form=form, fixed_point=rg.FixedPoint(18, torch.int32), memory="reverse"), x)
+        )
     assert any(masks) == all(masks) == (kind is Longer)
     if kind is Longer:
         assert_the_same_network(found[1], found[0], 1e-5)
@@ -234,7 +242,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_changed_block_runs_as_it_is(how: str, which: int, memory: str, masks: list[bool]) -> None:
     found = []
     for form in ("block", None):
-        net = small(form, memory=memory, fraction_bits=40, velocity="first").double()
+        net = small(form, memory=memory, fixed_point=rg.FixedPoint(40, torch.int32), velocity="first").double()
         before = step(net, IMAGES.double())
         CHANGES[how](inner(net).blocks[which])
         masks.clear()
@@ -346,13 +354,13 @@ def test_copies_files_and_settings(masks: list[bool]) -> None:
 def test_ranges_are_found_and_put_back() -> None:
     found = {}
     for form in ("block", None):
-        net = small(form, fraction_bits="auto")
-        assert [name for name, _ in momentum_nets(net)] == ["layer1", "layer2"]
+        net = small(form, fixed_point="auto")
+        assert [name for name, _ in holders(net)] == ["layer1", "layer2"]
         step(net)
-        found[form] = ranges(net)
-        other = small(form, fraction_bits="auto")
-        set_ranges(other, found[form])
-        assert ranges(other) == found[form]
+        found[form] = written(training_ranges(net))
+        other = small(form, fixed_point="auto")
+        put_back(training_ranges(other), found[form])
+        assert written(training_ranges(other)) == found[form]
     assert found[None] == found["block"]
     assert all(found[None].values())
 
@@ -363,10 +371,10 @@ def test_a_budget(hooked: bool, masks: list[bool]) -> None:
     blocks, x = [BasicBlock(8, 8) for _ in range(8)], torch.randn(4, 8, 9, 9)
     if hooked:
         blocks[2].register_forward_hook(lambda m, a, y: None)
-    wanted = train_step(RectifiedNet(blocks, memory="store", fraction_bits=18), x)
+    wanted = train_step(RectifiedNet(blocks, memory="store", fixed_point=rg.FixedPoint(18, torch.int32)), x)
     modes = set()
     for budget in (200_000, 400_000, 10_000_000):
-        net = RectifiedNet(copy.deepcopy(blocks), memory=budget, fraction_bits=18)
+        net = RectifiedNet(copy.deepcopy(blocks), memory=budget, fixed_point=rg.FixedPoint(18, torch.int32))
         masks.clear()
         assert_same_bits(train_step(net, x), wanted)
         assert masks == [not (hooked and k == 2) for k in range(8)] * 2  # first without values, for the plan
@@ -437,5 +445,5 @@ def test_a_copy_keeps_its_range() -> None:
     stage = MomentumStage([BasicBlock(4, 4) for _ in range(3)], 0.9)
     stage(torch.randn(2, 4, 5, 5))
     copied = copy.deepcopy(stage)
-    assert copied.momentum.range.fixed == stage.momentum.range.fixed != {}
+    assert copied.momentum.range.found == stage.momentum.range.found != {}
     assert list(copied.momentum.blocks) == list(copied)

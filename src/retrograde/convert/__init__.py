@@ -8,9 +8,7 @@ next_x.py     what it returns, and how the next block knows that tensor
 find.py       which blocks: by what is known of their classes, or by name
 adapters.py   what is known of the classes of torchvision, timm, transformers and PyTorch
 probe.py      which blocks: by trying the model out on an example
-survey.py     what a model does before its first training step
-arrange.py    what the stages of one model keep, within a budget
-predict.py    the memory of a training step, from a run on tensors without values
+schedule.py   what the stages of one model keep, within a budget
 plan.py       plan: what would be converted, and what that would save
 warmup.py     γ from 0 to its final value over the first steps
 """

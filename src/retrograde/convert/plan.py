@@ -12,7 +12,7 @@ may be larger than the machine. Workspaces of kernels are not seen.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..memory.budget import Step, choose, observe
 from ..memory.fake import Copy, device_of, fake_copy
 from ..memory.modes import MemoryPlan, parse_memory
 from ..memory.peak import Peak
-from ..memory.step import as_call
+from ..memory.step import as_call, bytes_of
 from ..memory.units import human
 from .convert import check_example, check_model, check_settings, look, place, stages_of
 from .find import Finding
@@ -82,6 +82,7 @@ class Plan:
 
     @property
     def left(self) -> tuple[Row, ...]:
+        """The blocks left out."""
         return tuple(row for row in self.rows if not row.form)
 
     def table(self) -> list[tuple[str, ...]]:
@@ -169,9 +170,9 @@ def plan(
         gamma,
         _rows(finding, results["plain"].kept, asked, order),
         {way: Peak(result.step.peak, result.step.held) for way, result in results.items()},
-        parameters=_bytes(model.parameters()),
-        gradients=_bytes(p for p in model.parameters() if p.requires_grad),
-        batch=_bytes(tree_leaves(example)),
+        parameters=bytes_of(model.parameters()),
+        gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
+        batch=bytes_of(tree_leaves(example)),
     )
 
 
@@ -233,7 +234,3 @@ def aligned(rows: list[tuple[str, ...]], numeric: tuple[int, ...] = ()) -> str:
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -163,6 +163,9 @@ class Stage:
             x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
             self._learn(run, training)
         else:
+            if x1.is_inference():
+                with torch.inference_mode(False), torch.no_grad():
+                    x1 = x1.clone()  # has a version, by which a change is seen
             self._hand_on(Open(run, x1, training, observer))
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
@@ -211,6 +214,11 @@ class Stage:
         if entry is not None:
             passes.remove(entry)
             mine = entry.x()
+            if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
+                raise ReplayError(
+                    f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: the model "
+                    "checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need no checkpoints."
+                )
             through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
             entry.run.resume(x, through)
             return entry

@@ -30,7 +30,7 @@ from ..reverse.replay import Frame
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding, leanest
 from .schedule import Choice, Track, chain, estimated, with_reserve, within
-from .step import mean_of_squares
+from .step import bytes_of, mean_of_squares
 
 KINDS = 64
 """Kinds of input whose plans are remembered."""
@@ -172,7 +172,7 @@ class Recorder:
         """The leanest step, from a real one. None if that did not run all blocks."""
         if not self.once or not all(track.seen for track in self.once.values()):
             return None
-        largest = max((p.numel() * p.element_size() for p in model.parameters()), default=0)
+        largest = max((bytes_of([p]) for p in model.parameters()), default=0)
         usage = estimated([(self.tracks[name], k) for name, k in self.order], largest, self.outside)
         return Step(usage, self.once)
 

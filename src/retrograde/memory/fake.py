@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .step import tensors_of
+from .step import bytes_of, tensors_of
 
 
 class Meter(TorchDispatchMode):
@@ -306,7 +306,7 @@ def run_step(fake: Copy, loss: Callable[[Any], Tensor], autocast: torch.dtype | 
         out = fake.model(*fake.args, **fake.kwargs)
         scalar = loss(out)
     torch.clear_autocast_cache()  # an outer autocast would hold the casts on
-    size = sum(t.numel() * t.element_size() for t in tensors_of(out) if t.is_floating_point())
+    size = bytes_of(t for t in tensors_of(out) if t.is_floating_point())
     del out
     held = fake.meter.now
     interval = fake.meter.mark()

@@ -1,13 +1,12 @@
 """One training step of any model, measured: forward, loss, backward.
 
-The figures are of activations. Parameters, batch and gradients exist before the step begins (gradients as zeros, which the
-step adds to, as under gradient accumulation), so what a step of training needs in all is the sum of the lines, plus the
-optimizer's state.
+The figures are of activations. Parameters, batch and gradients exist before the step begins, and the step adds to the
+gradients. So a step needs the sum of the lines in all, plus the optimizer's state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,7 @@ class Report:
     Attributes:
         peak: the most memory above parameters, gradients and batch at any time of the step.
         held: what the forward pass keeps for the backward pass, the output and the loss included.
-        parameters: bytes of parameters; `gradients`: bytes of their gradients.
-        times: the step's times.
+        parameters, gradients: their bytes.
         output: what the model returned, detached.
     """
 
@@ -95,10 +93,7 @@ def measure(
         outputs.clear()
         memory = peak_memory(forward, backward, device=device)
         times = interleave({"step": lambda: backward(forward())}, repeats, warmup=0, device=device)["step"]
-    return Report(
-        peak=memory.peak, held=memory.held, parameters=_bytes(model.parameters()), gradients=_bytes(trained),
-        times=times, output=outputs[0],
-    )  # fmt: skip
+    return Report(memory.peak, memory.held, bytes_of(model.parameters()), bytes_of(trained), times, outputs[0])
 
 
 def as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -108,16 +103,12 @@ def as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return (batch, {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def tensors_of(nested: Any) -> Iterator[Tensor]:
+def tensors_of(nested: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, Mapping):
-        for value in nested.values():
-            yield from tensors_of(value)
-    elif isinstance(nested, tuple | list):
-        for value in nested:
-            yield from tensors_of(value)
+        return [nested]
+    inside = nested.values() if isinstance(nested, Mapping) else nested if isinstance(nested, tuple | list) else ()
+    return [t for value in inside for t in tensors_of(value)]
 
 
 def _detached(nested: Any) -> Any:
@@ -147,8 +138,9 @@ def _checked(loss: Any) -> Tensor:
     return loss
 
 
-def _bytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Bytes of the tensors among these."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ hamiltonian   the limit γ → 1
 iresnet       contractive blocks, inverted by iteration
 ode           Neural ODEs, augmented and of second order
 lista         learning to optimise
-budget        plans of a momentum network within a memory budget
+relu          blocks that compute relu(x + f(x)), and their f
 checks        checks of arguments
 
 Functions that have the name of their file (`resnet.resnet`) are imported from it.

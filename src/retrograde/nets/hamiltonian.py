@@ -83,7 +83,7 @@ class HamiltonianNet(MomentumNet):
         blocks: modules that compute f(x). `HamiltonianBlock` is −∇U; any other module that keeps the shape of x works, too.
         step: h, the size of a step.
         velocity: v₀: None for 0, "first" for f(x₀), or a module (or function) of x₀.
-        options: `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
+        options: `memory`, `fixed_point`, `verify`, `overflow`, as in `MomentumNet`.
 
     The parameters of block k are those of `blocks[k].f`.
 

@@ -3,7 +3,7 @@
     x ← squeeze(image)      v, x ← halves(x)      (v ← v + f(x)   x ← x + f(v))*   squeeze   (…)*   squeeze   …
 
 Every operation before the classifier permutes or adds integers, so `inverse` returns the image from the last features, bit
-for bit. The image is held as fixed point: pixels k/256 exactly, other floats rounded to `fraction_bits`.
+for bit. The image is held as fixed point: pixels k/256 exactly, other floats rounded to `fixed_point.bits` digits after the point.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class IRevNet(nn.Module):
         first: the squeeze of the image itself.
         padding: channels of zeros added to the squeezed image (an injective i-RevNet); 0 keeps the network bijective.
         squeezed_width: channels inside f, as a fraction of those of its stream.
-        options: `memory`, `fraction_bits`, `verify`, `overflow`, as in `CouplingNet`.
+        options: `memory`, `fixed_point`, `verify`, `overflow`, as in `CouplingNet`.
 
     Shape:
         image: (N, channels, H, W), with H and W divisible by first · 2^(stages − 1).

@@ -89,7 +89,7 @@ class Lista(nn.Module):
         depth: layers L.
         form: "resnet" (LISTA), "momentum" or "revnet".
         gamma: γ of the momentum form.
-        options: `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
+        options: `memory`, `fixed_point`, `verify`, `overflow`, as in `MomentumNet`.
 
     Shape:
         y: (N, d) → x: (N, p).

@@ -87,8 +87,8 @@ class MomentumNet(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(_modules(blocks))
         self._form = _choice("form", form, FORMS)
-        self.verify = _choice("verify", verify, VERIFY)
-        self.overflow = _choice("overflow", overflow, ("raise", "nan"))
+        self.verify = verify
+        self.overflow = overflow
         if velocity is not None and velocity != "first" and not callable(velocity):
             raise ValueError(f"velocity must be None, 'first', or a module or function of x; got {velocity!r}.")
         self.velocity = velocity
@@ -117,6 +117,24 @@ class MomentumNet(nn.Module):
     def recurrence(self) -> Recurrence:
         """What the network computes, apart from its blocks."""
         return self._stack.recurrence
+
+    @property
+    def verify(self) -> str:
+        """What is compared in backward. May be set, between passes."""
+        return self._verify
+
+    @verify.setter
+    def verify(self, verify: str) -> None:
+        self._verify = _choice("verify", verify, VERIFY)
+
+    @property
+    def overflow(self) -> str:
+        """What happens where a value is not finite. May be set, between passes."""
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, overflow: str) -> None:
+        self._overflow = _choice("overflow", overflow, ("raise", "nan"))
 
     @property
     def form(self) -> str:

@@ -26,7 +26,7 @@ class RevNet(CouplingNet):
     Args:
         phi: modules φ of x, whose output is added to v.
         psi: modules ψ of v, whose output is added to x; as many.
-        options: `dim`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `CouplingNet`.
+        options: `dim`, `memory`, `fixed_point`, `verify`, `overflow`, as in `CouplingNet`.
 
     `blocks[2 * k]` is φ_k and `blocks[2 * k + 1]` is ψ_k.
 

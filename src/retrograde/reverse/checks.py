@@ -195,9 +195,10 @@ def _has_undefined(module: nn.Module) -> bool:
 
 
 def _compiled(module: Any) -> bool:
-    return (
-        type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    """Whether it was compiled: as a module, in place, or as the forward that a converted block is run by."""
+    if type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .range import PassRange
-from .scheme import Gradients, State
+from .scheme import Gradients, State, total
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class CouplingGradient:
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         moved = k % 2
-        gradients = [self._sum(tokens[0], d if moved == 0 else None), self._sum(tokens[1], d if moved == 1 else None)]
+        gradients = [total(self.dtype, token, d if stream == moved else None) for stream, token in enumerate(tokens)]
         r = self.recurrence.squeezes[k]
         gradients = [None if g is None else unsqueeze(g, r) for g in gradients]
         return gradients, gradients[moved]
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Of x₀; the float that enters is the second stream."""
-        gv, gx = tokens[0], self._sum(tokens[1], d)
+        gv, gx = tokens[0], total(self.dtype, tokens[1], d)
         given = gx if gv is None else gv
         if given is None:
             return None
@@ -96,12 +96,6 @@ class CouplingGradient:
 
     def leave(self, gradient: Tensor) -> Gradients:
         return list(gradient.to(self.dtype).chunk(2, self.recurrence.dim))
-
-    def _sum(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is None or b is None:
-            only = b if a is None else a
-            return None if only is None else only.to(self.dtype)
-        return a + b.to(self.dtype)
 
 
 class Coupling(State):
@@ -114,20 +108,12 @@ class Coupling(State):
         super().__init__(x0, seen)
         self.recurrence = recurrence
         self.at = 0
-        scale = 2.0**seen.fixed.bits
-        v, x = (half.detach().to(seen.fixed.work) * scale for half in halves(x0, recurrence.dim))
-        self._note(0, v, x)
-        if not seen.fits(0):
-            seen.refuse(0)
+        v, x = self.begin(*halves(x0, recurrence.dim))
         # a squeeze and its inverse set the strides: have the same from the start
         fresh = _fresh if max(recurrence.squeezes) > 1 else lambda q: q
-        self.v = fresh(torch.round(v).to(seen.fixed.dtype))
-        self.x = fresh(torch.round(x).to(seen.fixed.dtype))
-        self.blank = torch.zeros((), dtype=seen.fixed.work, device=x0.device)
+        self.v = fresh(v)
+        self.x = fresh(x)
         self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.x.shape)
-
-    def token(self) -> Tensor:
-        return self.blank.expand(self.x.shape)
 
     def token_of(self, k: int) -> int:
         return 1 - k % 2
@@ -146,8 +132,8 @@ class Coupling(State):
     def take(self, k: int, y: Tensor) -> Tensor:
         """Add block k's output to the stream that it moves, which is the next block's input."""
         moved = self.input_name(k + 1)
-        getattr(self, moved).add_(self._step(y))
-        self._note(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, getattr(self, moved))
+        getattr(self, moved).add_(self.integers(y))
+        self.note_step(k, y, getattr(self, moved))
         self._rearrange(squeeze, k)
         self.at = k + 1
         return self.decoded(moved)
@@ -159,29 +145,14 @@ class Coupling(State):
             out.set_(self.decoded(self.input_name(k)))  # type: ignore[call-overload] # a squeeze changes its shape
 
     def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        getattr(self, self.input_name(k + 1)).sub_(self._step(y))
+        getattr(self, self.input_name(k + 1)).sub_(self.integers(y))
         if out is not None:
             self.draw(k - 1, out)
-
-    def reach(self, k: int, f: float) -> tuple[float, float]:
-        largest = max(float(self.v.abs().amax()), float(self.x.abs().amax())) * 2.0**-self.fixed.bits
-        return largest + f, 0.0
 
     def _rearrange(self, how: Callable[[Tensor, int], Tensor], k: int) -> None:
         r = self.recurrence.squeezes[k]
         self.v = how(self.v, r)
         self.x = how(self.x, r)
-
-    def _step(self, y: Tensor) -> Tensor:
-        """y as integers; 0 where it is NaN or beyond them, so that `undo` takes off what `take` added even then."""
-        step = torch.round(y.detach().to(self.fixed.work) * 2.0**self.fixed.bits)
-        return torch.where(step.abs() <= self.fixed.limit, step, 0).to(self.fixed.dtype)
-
-    def _note(self, row: int, *values: Tensor) -> None:
-        """The largest magnitude; what is NaN stays NaN."""
-        ends = [end.to(self.fixed.work).abs() for v in values if v.numel() for end in torch.aminmax(v)]
-        if ends:
-            self.range.rows[row].copy_(torch.stack(ends).amax())
 
 
 def _fresh(x: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Pass:
         self.k = 0
         self.check = check
         self.device = x0.device
+        self.inference = torch.is_inference_mode_enabled()
         self.plain = isinstance(state, Residual)
         self.take = applied(Step)
         self.tokens: list[Tensor] = []
@@ -127,7 +128,7 @@ class Pass:
     def resume(self, x: Tensor, through: bool) -> None:
         """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
         self.x = x
-        if x.is_inference() and not torch.is_inference_mode_enabled():
+        if self.inference and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "the blocks before were run in inference_mode, whose tensors cannot be gone on with outside of it. Use torch.no_grad()."
             )
@@ -174,7 +175,10 @@ class Pass:
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         """Run a block for the first time, remembered in its way."""
         x = self.x
-        if not self.tracked or k >= self.reversed + self.kept:
+        replayed = self.reversed + self.kept
+        if (
+            not self.tracked or k >= replayed or not replayed
+        ):  # where nothing is run again, nor is what makes v₀: k = −1
             return self.check(block(x, *extra.args, **extra.kwargs), x, name)
         reverses = 0 < self.reversed > k
         kept = None if reverses else Kept(x.detach())

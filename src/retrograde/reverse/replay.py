@@ -117,6 +117,14 @@ class Call:
                 raise Enough
             return len(saved) - 1
 
+        def unpack(index: int | None) -> Tensor:
+            if index is None or index >= len(saved):
+                raise ReplayError(
+                    f"{self.name} leaves something beside its output, a loss in a list say, and a gradient is asked of what it left there "
+                    "when it was run again. Empty the list after the backward pass, return such losses, or use memory='store'."
+                )
+            return saved[index]
+
         hook = saved.append if wanted is None and not self.takes_gradients else pack
         grad = torch.is_grad_enabled()
         now = self.generators.places()
@@ -132,7 +140,7 @@ class Call:
                     _all_at_once(map(dict.update, own, replay))
                     self.generators.put(self.places)
                     torch._C._set_grad_enabled(self.recorded)
-                    with surroundings, saved_tensors_hooks(hook, saved.__getitem__):
+                    with surroundings, saved_tensors_hooks(hook, unpack):
                         x = x.requires_grad_(self.requires_grad)
                         x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
                         y = self.block(x, *self.extra.args, **self.extra.kwargs)

@@ -32,6 +32,15 @@ Gradients = list[Tensor | None]
 """Of tokens; None for zero."""
 
 
+def total(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:
+    """The sum of gradients, in this dtype."""
+    given = [g.to(dtype) for g in gradients if g is not None]
+    if not given:
+        return None
+    first, *others = given
+    return sum(others, start=first)
+
+
 class Gradient(Protocol):
     """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward.
 
@@ -78,8 +87,7 @@ class Widening:
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
-    A scheme defines `take`, `draw`, `undo` and `reach`, `read` and `rest`, `token` and `token_of`, and has a
-    `gradient`.
+    A scheme defines `take`, `draw` and `undo`, has a `gradient`, and replaces what else it needs to be different.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -91,6 +99,8 @@ class State:
     entered: ClassVar[int] = 1
     """How many of them, the first ones, depend on the input: the others start without a gradient."""
     gradient: Any
+    blank: Tensor
+    """A zero, of which tokens are made."""
 
     def __init__(self, x0: Tensor, seen: PassRange, *, reversible: bool = True) -> None:
         self.range = seen
@@ -99,9 +109,33 @@ class State:
         self.kernels = kernels_for(x0)
         self.widenings: dict[int, Widening] = {}
 
+    def begin(self, *parts: Tensor) -> list[Tensor]:
+        """The parts of the input as integers, noted as the start of the pass."""
+        self.blank = torch.zeros((), dtype=self.fixed.work, device=parts[0].device)
+        scaled = [part.detach().to(self.fixed.work) * 2.0**self.fixed.bits for part in parts]
+        self.note(0, *scaled)
+        if not self.range.fits(0):
+            self.range.refuse(0)
+        return [torch.round(part).to(self.fixed.dtype) for part in scaled]
+
+    def integers(self, y: Tensor) -> Tensor:
+        """A block's output as integers. 0 where it is NaN or beyond them, so that it can be taken off again even then."""
+        step = torch.round(y.detach().to(self.fixed.work) * 2.0**self.fixed.bits)
+        return torch.where(step.abs() <= self.fixed.limit, step, 0).to(self.fixed.dtype)
+
+    def note(self, row: int, *values: Tensor) -> None:
+        """Note the largest magnitude of values, which are in units of the integers, in a row of the range. NaN stays NaN."""
+        ends = [end.to(self.fixed.work).abs() for v in values if v.numel() for end in torch.aminmax(v)]
+        if ends:
+            self.range.rows[row].copy_(torch.stack(ends).amax())
+
+    def note_step(self, k: int, y: Tensor, moved: Tensor) -> None:
+        """Note what step k has made of a tensor of integers, and the block's output, in the range."""
+        self.note(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, moved)
+
     def token(self) -> Tensor:
         """A new token."""
-        raise NotImplementedError
+        return self.blank.expand(getattr(self, self.names[0]).shape)
 
     def token_of(self, k: int) -> int:
         """Which token goes with the float input of block k."""
@@ -129,7 +163,8 @@ class State:
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
         """How large x and v may be after step k, for a block's output of at most f."""
-        raise NotImplementedError
+        largest = max(float(getattr(self, name).abs().amax()) for name in self.names) * 2.0**-self.fixed.bits
+        return largest + f, largest + f
 
     def input_name(self, k: int) -> str:
         """Which of the integers block k reads."""

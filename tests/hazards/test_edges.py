@@ -1,0 +1,228 @@
+"""What blocks and loops do beside computing x: threads, side losses, caches, the model's own checkpoints. Right, or a clear error."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import retrograde as rg
+from retrograde.convert.convert import stages_of
+
+X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+REPLAYING = ["reverse", "checkpoint"]
+
+
+class Residual(nn.Module):
+    """x + tanh(Ax), and what is done with f on the way."""
+
+    beside: Callable[[Residual, Tensor], Tensor] = staticmethod(lambda block, f: f)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8).double(), nn.Parameter(torch.randn(8).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.beside(self, torch.tanh(self.linear(x)))
+
+
+def loop(beside: Callable[[Any, Tensor], Tensor] = lambda block, f: f, **options: Any) -> nn.Sequential:
+    model = nn.Sequential(*[Residual() for _ in range(5)])
+    for block in model:
+        block.beside = beside
+    return rg.convert(model, stages=["*"], gamma=0.9, **options)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads are switched as often as possible."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(jobs: list[Callable[[], None]]) -> None:
+    failed: list[Exception] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("training", [False, True])
+def test_threads_that_share_one_converted_model(training: bool) -> None:
+    model = loop(memory="reverse").train(training)
+    model(4 * X)  # finds a range that holds what all of them will ask for
+
+    def found(x: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(training):
+            y = model(x)
+        return [y, *(torch.autograd.grad(y.square().sum(), [model[0].linear.weight]) if training else ())]
+
+    expected = [found(X + k) for k in range(4)]
+
+    def work(k: int) -> None:
+        for _ in range(50):
+            for a, b in zip(found(X + k), expected[k], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+    in_threads([lambda k=k: work(k) for k in range(4)])  # type: ignore[misc]
+    assert len(found(X)) == len(expected[0])
+
+
+@pytest.mark.parametrize("memory", [*REPLAYING, "store"])
+def test_a_model_that_checkpoints_with_reentry_is_refused(memory: str) -> None:
+    """v goes on from a segment that ran without gradients; its own gradient would be lost."""
+    with pytest.raises(rg.ReplayError, match=r"use_reentrant=True.*Turn that off"):
+        checkpoint_sequential(loop(memory=memory), 2, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_x_changed_in_place_between_blocks_is_seen_without_gradients(mode: Callable[[], Any]) -> None:
+    model, found = loop(), []
+    for in_place in (True, False):
+
+        def half(module: nn.Module, args: Any, x: Tensor, in_place: bool = in_place) -> Tensor:
+            return x.mul_(0.5) if in_place else x * 0.5
+
+        handle = model[2].register_forward_hook(half)
+        with mode(), pytest.warns(UserWarning, match="velocity starts from 0") if in_place else mode():
+            found.append(model(X.clone()))
+        handle.remove()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def noisy(block: Residual, f: Tensor) -> Tensor:
+    LOSSES.append((f * torch.from_numpy(np.random.randn(4, 8))).sum())  # noqa: NPY002
+    return f
+
+
+def distilled(block: Residual, f: Tensor) -> Tensor:
+    """Against the features of the block before."""
+    if FEATURES:
+        LOSSES.append((f - FEATURES[-1]).square().mean())
+    FEATURES.append(f.detach())
+    return f
+
+
+def cached(block: Any, f: Tensor) -> Tensor:
+    if not hasattr(block, "cache"):
+        block.cache = torch.cos(block.table)
+    return f * block.cache
+
+
+def outside(block: Residual, f: Tensor) -> Tensor:
+    return NORM[0](f)
+
+
+LOSSES: list[Tensor] = []
+FEATURES: list[Tensor] = []
+NORM: list[nn.Module] = []
+
+
+@pytest.mark.parametrize("verify", ["auto", "strict"])
+@pytest.mark.parametrize("memory", REPLAYING)
+@pytest.mark.parametrize("beside", [noisy, distilled, cached, outside])
+def test_what_a_replay_does_otherwise_is_refused(
+    beside: Callable[[Any, Tensor], Tensor], memory: str, verify: str
+) -> None:
+    LOSSES.clear(), FEATURES.clear()
+    NORM[:] = [nn.BatchNorm1d(8).double()]
+    model = loop(beside, memory=memory, verify=verify)
+    with pytest.raises(rg.ReplayError):
+        (model(X).square().mean() + sum(LOSSES)).backward()
+
+
+def penalised(block: Residual, f: Tensor) -> Tensor:
+    LOSSES.append(f.square().mean())
+    return f
+
+
+def test_losses_in_a_list_that_is_emptied_at_the_start() -> None:
+    found = []
+    for memory in ("store", "reverse", "checkpoint"):
+        torch.manual_seed(0)
+        model = loop(penalised, memory=memory, fixed_point=rg.FixedPoint(40, torch.int64))
+        for _ in range(2):
+            LOSSES.clear()
+            model.zero_grad()
+            (model(X).square().mean() + sum(LOSSES)).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+def test_losses_that_a_replay_left_in_a_list_are_refused() -> None:
+    LOSSES.clear()
+    model = loop(penalised, memory="reverse")
+    loss = model(X).square().mean() + sum(LOSSES)
+    LOSSES.clear()
+    loss.backward()
+    with pytest.raises(rg.ReplayError, match="leaves something beside its output"):
+        (model(X).square().mean() + sum(LOSSES)).backward()
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-46, 1e-20, 1e39, 1e300])
+def test_float64_of_any_magnitude(scale: float) -> None:
+    blocks = [nn.Linear(8, 8, bias=False).double() for _ in range(4)]
+    net = rg.MomentumNet(blocks, memory="reverse")
+    if scale < 1e-18:
+        with pytest.raises(rg.RangeOverflow, match="Multiply the input"):
+            net(X * scale)
+        return
+    y = net(X * scale)
+    torch.testing.assert_close(y / scale, rg.MomentumNet(blocks, memory="store")(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["verify", "overflow", "memory"])
+def test_options_are_checked_where_they_are_set(name: str) -> None:
+    net = rg.MomentumNet([nn.Linear(8, 8)])
+    with pytest.raises(ValueError, match="bogus"):
+        setattr(net, name, "bogus")
+
+
+def test_a_pass_is_open_in_its_own_thread_alone() -> None:
+    """What the test above shows by luck of timing."""
+    model, seen = loop(), []
+    (stage,) = stages_of(model)
+    passes = lambda: seen.append(len(stage.open.passes))  # noqa: E731
+
+    def look(module: nn.Module, args: Any, x: Tensor) -> None:
+        in_threads([passes])
+        passes()
+
+    model[2].register_forward_hook(look)
+    model(X)
+    assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("velocity", ["first", nn.Linear(8, 8).double()])
+def test_nothing_is_run_again_where_everything_is_stored(velocity: Any) -> None:
+    """What makes the initial velocity included."""
+    calls = [0]
+    blocks = [nn.Linear(8, 8).double() for _ in range(3)]
+    for block in (*blocks, *([velocity] if isinstance(velocity, nn.Module) else [])):
+        block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    y = rg.MomentumNet(blocks, velocity=velocity, memory="store")(X)
+    before = calls[0]
+    y.square().sum().backward()
+    assert calls[0] == before == 4
