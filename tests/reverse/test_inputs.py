@@ -186,7 +186,9 @@ def test_what_does_not_see_through_the_integers(
     if run is exported and not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("this torch does not say that it exports")
     x = torch.randn(2, 8)
-    for net in (rg.MomentumNet([Mlp() for _ in range(3)]), CouplingNet([nn.Linear(4, 4)] * 2)):
+    layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(3)))
+    converted = rg.convert(layers, stages=["*"])
+    for net in (rg.MomentumNet([Mlp() for _ in range(3)]), CouplingNet([nn.Linear(4, 4)] * 2), converted):
         net(x)
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=says):
             run(net, x)
