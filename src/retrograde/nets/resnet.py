@@ -5,13 +5,19 @@
     thin_resnet(depth)   three stages of 16, 32, 64 channels for CIFAR: basic blocks, depth 6n + 2 (20 … 110, 1202), or bottlenecks,
                          depth 9n + 2 (29 … 1199)
 
-Parameter names are torchvision's, so its state_dicts load. Every stage is an `nn.Sequential` of blocks that compute
-relu(x + f(x)); all but the first keep x's shape. With `gamma` those run as a momentum network,
+Parameter names are torchvision's, so its state_dicts load. Every stage is an `nn.Sequential` of blocks, and `residual` says what they
+compute after the first, which strides:
 
-    v ← γ·v + (1−γ)·(block(x) − x)        x ← x + v
+    residual="relu"      relu(x + f(x)), He's block. The momentum step takes f(x) = block(x) − x, ReLU included.
+    residual="branch"    x + f(x), f = bn(conv(…)): nothing follows the addition. The paper's published image networks are of this form:
+                         the first block of each stage is He's, the others are the f of momentum steps, and v starts anew in each stage.
+
+With `gamma` the blocks that keep x's shape (residual="branch": all but the first of each stage) run as a momentum network,
+
+    v ← γ·v + (1−γ)·f(x)        x ← x + v
 
 and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. With form="relu"
-the steps ask the blocks for f and form relu(x + f) themselves. The
+the steps ask He's blocks for f and form relu(x + f(x)) themselves. The
 paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
 """
 
@@ -79,19 +85,43 @@ class Bottleneck(_Block):
         return self.bn3(self.conv3(self.relu(self.bn2(self.conv2(x)))))
 
 
-class Velocity(nn.Module):
-    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2].
-
-    Args:
-        block: keeps the shape of x; its relu after the addition is left out.
-    """
-
-    def __init__(self, block: _Block) -> None:
-        super().__init__()
-        self.block = block
+class _Sum(_Block):
+    """x + f(x), and nothing after the addition. Keeps the shape of x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block.branch(x)
+        return self.branch(x) + x
+
+
+class BasicSum(_Sum, BasicBlock):
+    """`BasicBlock` without the ReLU after the addition."""
+
+
+class BottleneckSum(_Sum, Bottleneck):
+    """`Bottleneck` without the ReLU after the addition."""
+
+
+_SUMS: dict[type[_Block], type[_Block]] = {BasicBlock: BasicSum, Bottleneck: BottleneckSum}
+
+
+class Branch(nn.Module):
+    """f(x) of a block, times a factor.
+
+    Args:
+        block: keeps the shape of x; what it does after f is left out.
+    """
+
+    def __init__(self, block: _Block, factor: float = 1.0) -> None:
+        super().__init__()
+        self.block = block
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.block.branch(x)
+        return f if self.factor == 1 else self.factor * f
+
+
+class Velocity(Branch):
+    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2]."""
 
 
 class MomentumStage(nn.Sequential):
@@ -100,16 +130,28 @@ class MomentumStage(nn.Sequential):
     Args:
         blocks: the stage's blocks.
         gamma: γ.
-        form: "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
+        form: for He's blocks. "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
             same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
             are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
+        factor: for blocks of residual="branch": f is multiplied by it. factor=0 with gamma=1 is γ = 1 as the paper's code has it,
+            v ← 1·v + 0·f, where no f arrives and no block gets a gradient; gamma=1 alone is the Hamiltonian limit, v ← v + f.
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, factor: float = 1.0, **options: Any
+    ) -> None:
         super().__init__(*blocks)
-        kept = [block for block in blocks if getattr(block, "downsample", None) is None]
+        self.factor = factor
+        sums = [block for block in blocks if isinstance(block, _Sum)]
+        kept = sums or [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
+        if sums or factor != 1:
+            if form is not None or not sums:
+                raise ValueError("residual='branch' has no other form, and factor is for residual='branch' alone.")
+            net = MomentumNet(self._steps(kept), gamma, form="branch", **options)
+            self.__dict__["momentum"], self.owner = net, id(self)  # not as a submodule: the blocks are, already
+            return
         other = next((block for block in kept if rectified(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
@@ -121,7 +163,11 @@ class MomentumStage(nn.Sequential):
             net = (
                 RectifiedNet(kept, gamma, **options) if rectifies else MomentumNet(kept, gamma, form="block", **options)
             )
-        self.__dict__["momentum"], self.owner = net, id(self)  # not as a submodule: the blocks are, already
+        self.__dict__["momentum"], self.owner = net, id(self)
+
+    def _steps(self, kept: list[nn.Module]) -> list[nn.Module]:
+        """What the momentum network runs of these blocks."""
+        return [Branch(block, self.factor) if isinstance(block, _Sum) else block for block in kept]
 
     @property
     def momentum(self) -> MomentumNet | None:
@@ -135,8 +181,9 @@ class MomentumStage(nn.Sequential):
                 net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
                 self.owner = id(self)
             kept = list(self)[self.first :]
-            if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
-                net.blocks = nn.ModuleList(kept)
+            run = [step.block if isinstance(step, Branch) else step for step in net.blocks]
+            if len(kept) != len(run) or not all(map(is_, kept, run)):
+                net.blocks = nn.ModuleList(self._steps(kept))
             net.training = self.training  # train() and eval() do not reach it
         return net
 
@@ -156,6 +203,7 @@ class ResNet(nn.Module):
         width: channels inside the blocks of the first stage; each further stage has twice as many and half the resolution.
         stem: "imagenet": 7×7, stride 2, and pooling; "cifar": 3×3.
         classes: outputs.
+        residual: "relu": He's blocks; "branch": the paper's (see above).
         gamma: None for the plain network, else γ of the momentum stages.
         options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
             (`Velocity`); the others start as without.
@@ -168,9 +216,10 @@ class ResNet(nn.Module):
 
     def __init__(
         self, block: type[BasicBlock] | type[Bottleneck], stages: Sequence[int], *, width: int = 64, stem: str = "imagenet",
-        classes: int = 1000, gamma: Any = None, **options: Any,
+        classes: int = 1000, residual: str = "relu", gamma: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        other = block if choice("residual", residual, ("relu", "branch")) == "relu" else _SUMS[block]
         if gamma is None and options:
             raise ValueError(f"{', '.join(options)} are options of momentum stages; pass gamma, too.")
         learned = options.get("velocity") == "learned"
@@ -183,7 +232,7 @@ class ResNet(nn.Module):
         for i, count in enumerate(stages):
             inner, blocks = width * 2**i, []
             for k in range(whole("stages", count)):
-                blocks.append(block(channels, inner, 2 if i and not k else 1))
+                blocks.append((other if k else block)(channels, inner, 2 if i and not k else 1))
                 channels = inner * block.expansion
             stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
             self.add_module(f"layer{i + 1}", stage)
@@ -217,7 +266,7 @@ class ResNet(nn.Module):
 
 
 def resnet(depth: int, *, size: str = "imagenet", classes: int | None = None, **settings: Any) -> ResNet:
-    """ResNet-18, -34, -50, -101 or -152, for images of ImageNet's or CIFAR's size. `settings`: `gamma` and its options."""
+    """ResNet-18, -34, -50, -101 or -152, for images of ImageNet's or CIFAR's size. `settings`: `residual`, `gamma` and its options."""
     if depth not in _STAGES:
         raise ValueError(
             f"depth must be one of {', '.join(map(str, _STAGES))}; got {depth!r}. thin_resnet makes other depths for CIFAR."
@@ -256,7 +305,7 @@ def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
     Args:
         name: "resnet101" (ImageNet), "cifar-resnet101", or "thin-resnet110".
         gamma: γ; 0 is the plain network.
-        settings: `classes`, and the options of `MomentumStage`.
+        settings: `classes`, `residual`, and the options of `MomentumStage`.
     """
     kind, _, depth = name.rpartition("resnet")
     if kind not in ("", "cifar-", "thin-") or not depth.isdigit():
