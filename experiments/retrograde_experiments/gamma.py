@@ -83,7 +83,9 @@ class Config:
 
     def setting(self) -> str:
         smaller = "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs, refit of 20."
-        velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}[self.velocity]
+        velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}[
+            self.velocity
+        ]
         form = {"branch": "nothing after the addition", "relu": "a ReLU after the addition"}[self.residual]
         one = "literal: f has the factor 0" if self.residual == "branch" else f"run as {NEARLY_ONE}"
         refit = f"refit of {self.refit} epochs (rate {self.refit_rate:g} falling to 0)" if self.refit else "no refit"
@@ -266,7 +268,11 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
             curve = {gamma: mean(values) for gamma, values in _other(records, end, key).items()}
             if curve and end in own:
                 # as it is: against γ′ = γ; refitted: against a network trained with γ′
-                lost = {g: own[g if key == "refit" and g in own else end] - value for g, value in curve.items()}
+                lost = {
+                    g: own[g if key == "refit" else end] - value
+                    for g, value in curve.items()
+                    if key != "refit" or g in own
+                }
                 short = {g: value for g, value in lost.items() if g < 1}  # at 1 only the first f of a stage is left
                 kinds = {"": lost, ", γ′ < 1": short if key == "refit" and short != lost else {}}
                 found += [

@@ -111,7 +111,9 @@ def reproduce(
                 if not late():
                     progress.unit(named(unit))
                     keep(unit, *task.work(unit, progress))
-    if find_spec("matplotlib") is not None:  # a machine lent for computing may not have it: the same command draws elsewhere
+    if (
+        find_spec("matplotlib") is not None
+    ):  # a machine lent for computing may not have it: the same command draws elsewhere
         draw(out)
     return read_metrics(out)
 

@@ -54,7 +54,9 @@ def load_cifar(spec: Spec, root: Path) -> Images:
     )
     for folder in [root / name for name in names]:
         for layout, (files, read) in layouts(spec).items():
-            if any((folder / file).exists() for file in files if not file.endswith(".json")):  # two layouts share the labels
+            if any(
+                (folder / file).exists() for file in files if not file.endswith(".json")
+            ):  # two layouts share the labels
                 return _read(spec, folder, layout, files, read)
     wanted = "\n".join(f"  {name}: {', '.join(files)}" for name, (files, _) in layouts(spec).items())
     raise missing(spec.name, root, f"{wanted}\nin the folder itself or in {root / spec.name}", how_to_get(spec, root))

@@ -3,7 +3,8 @@
     python -m retrograde_experiments.data.pack --data-dir data --out parts              # parts/1, parts/2, … of at most 60 MiB
     python -m retrograde_experiments.data.pack --data-dir data --out packed --single    # packed/cifar10.safetensors, 184 MB
 
-The parts are files of the mosaic layout: lossless WebP, 102 MB in all. Put the files of all parts into one folder and the loader reads it.
+The parts are files of the mosaic layout: lossless WebP, 103 MB in all. Put the files of all parts into one folder and the loader
+reads it.
 """
 
 from __future__ import annotations

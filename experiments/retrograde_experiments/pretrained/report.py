@@ -11,11 +11,12 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from ..config import from_json
 from ..errors import ExperimentError
+from ..findings import spread
 from ..metrics import Record, write_atomic, writing
 from ..style import canvas, styled
 from .run import EXPERIMENTS, experiment
@@ -24,6 +25,7 @@ from .transfer import kept
 
 Records = list[Record]
 FIGURE = "img/pretrained.png"
+DEPLOYED = "img/deploy.svg"
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
     "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
@@ -54,6 +56,9 @@ def write(results: Path, page: Path) -> list[str]:
             (page.parent / FIGURE).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(page.parent / FIGURE, drawn({name: records for name, (_, records) in runs.items()}))
             made.append(str(page.parent / FIGURE))
+        if "deploy" in runs:
+            write_atomic(page.parent / DEPLOYED, drawn_deploy(runs["deploy"][1]))
+            made.append(str(page.parent / DEPLOYED))
     return made
 
 
@@ -172,8 +177,81 @@ def _imagenet(records: Records) -> str:
     return "\n\n".join(out)
 
 
+def _deploy(records: Records) -> str:
+    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
+    out = []
+    if tuned:
+        out += ["Perplexity, mean ± standard deviation over the seeds", _tuned(tuned, "perplexity", ".4g")]
+    for dtype in dict.fromkeys(r["dtype"] for r in measured):
+        mine = [r for r in measured if r["dtype"] == dtype]
+        base = next((r for r in mine if r["method"] == "checkpoint"), None)
+        rows = [
+            [
+                f"in reverse, γ = {_fraction(r['gamma'])}" if r["gamma"] else NAMED[r["method"]],
+                "–" if r["peak"] is None else f"{r['peak'] / 1e6:.0f} MB",
+                _times(r["peak"], None if base is None else base["peak"]),
+                f"{1e3 * r['seconds']:.0f} ms",
+                _times(r["seconds"], None if base is None else base["seconds"]),
+            ]
+            for r in sorted(mine, key=lambda r: (r["gamma"], r["method"] == "checkpoint"))
+        ]
+        out += [f"A step in {dtype}", grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)]
+    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ and over memory]({DEPLOYED})"])
+
+
+NAMED = {"plain": "plain", "checkpoint": "plain, checkpointed layer by layer"}
+
+
+def _deploy_images(records: Records) -> str:
+    out = []
+    for task, name in (("hymenoptera", "ResNet-50, hymenoptera"), ("cifar", "ResNet-56, CIFAR-10")):
+        mine = [r for r in records if r["task"] == task]
+        out += [f"**{name}**, test accuracy in %", _tuned(mine, "accuracy", ".2f")] if mine else []
+    return "\n\n".join(out)
+
+
+def _tuned(records: Records, what: str, form: str) -> str:
+    """Before fine-tuning, after it as itself and as the plain network, and how far the latter is from plain fine-tuning, by seed."""
+    plain = {r["seed"]: r["plain"] for r in records if not r["gamma"]}
+    rows = []
+    for gamma in _gammas(records):
+        mine = [r for r in records if r["gamma"] == gamma]
+        before = [r["before"] for r in mine if r.values.get("before") is not None]
+        apart = [r["plain"] - plain[r["seed"]] for r in mine if r["seed"] in plain]
+        rows.append(
+            [
+                _fraction(gamma) if gamma else "0, plain",
+                _short(median(before)) if before else "–",
+                spread([r["own"] for r in mine], form),
+                spread([r["plain"] for r in mine], form),
+                spread(apart, f"+{form}") if gamma and apart else "",
+            ]
+        )
+    head = [
+        "γ",
+        f"{what} before",
+        "fine-tuned, as itself",
+        "fine-tuned, reverted to the plain network",
+        "less plain fine-tuning",
+    ]
+    return grid(head, rows)
+
+
+def _times(value: float | None, base: float | None) -> str:
+    return "–" if value is None or not base else f"{value / base:.2f}"
+
+
+def _fraction(gamma: float) -> str:
+    """
+    >>> _fraction(0.125), _fraction(0.9)
+    ('1/8', '0.9')
+    """
+    return f"1/{round(1 / gamma)}" if gamma and (1 / gamma).is_integer() else f"{gamma:g}"
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
+    "deploy": _deploy, "deploy-images": _deploy_images,
 }  # fmt: skip
 
 
@@ -247,3 +325,46 @@ def _curves(axis: Any, records: Records, value: str) -> None:
             )
         if mine:
             axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, markersize=4, label=label)
+
+
+def drawn_deploy(records: Records) -> bytes:
+    """The figure, as SVG: perplexity after fine-tuning over γ, and over the memory of a step."""
+    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
+    memory = {
+        (r["method"], r["gamma"]): r["peak"] for r in measured if r["dtype"] == "float32" and r["peak"] is not None
+    }
+    data = io.BytesIO()
+    with styled():
+        picture, axes = canvas(9, 3.6, 1, 2, squeeze=False)
+        left, right = axes[0]
+        plain = [r["plain"] for r in tuned if not r["gamma"]]
+        for axis in (left, right):
+            if plain:
+                axis.axhspan(min(plain), max(plain), color="#d1d5db", label="plain fine-tuning, all seeds")
+        for key, name, colour, marker in (
+            ("own", "as itself", "#ea580c", "o"),
+            ("plain", "reverted to the plain network", "#2563eb", "s"),
+        ):
+            gammas = [g for g in _gammas(tuned) if g]
+            found = {g: [r[key] for r in tuned if r["gamma"] == g] for g in gammas}
+            left.plot(gammas, [mean(found[g]) for g in gammas], f"{marker}-", color=colour, markersize=4, label=name)
+            for g in gammas:
+                left.plot([g] * len(found[g]), found[g], ".", color=colour, markersize=3, alpha=0.5)
+            at = {memory["reverse", g] / 1e6: mean(found[g]) for g in gammas if ("reverse", g) in memory}
+            right.plot(list(at), list(at.values()), marker, color=colour, markersize=5, label=name)
+            if key == "own":
+                for g in gammas:
+                    if ("reverse", g) in memory:
+                        where = (memory["reverse", g] / 1e6, mean(found[g]))
+                        right.annotate(
+                            f"γ = {_fraction(g)}", where, fontsize=7, xytext=(4, 4), textcoords="offset points"
+                        )
+        for method, marker in (("plain", "D"), ("checkpoint", "^")):
+            if plain and (method, 0.0) in memory:
+                right.plot([memory[method, 0.0] / 1e6], [mean(plain)], marker, color="#111827", label=NAMED[method])
+        left.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
+        right.set(xlabel="peak memory of a step, MB", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
+        left.legend(fontsize=8)
+        right.legend(fontsize=8)
+        picture.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
+    return data.getvalue()

@@ -13,7 +13,9 @@ from retrograde.nets.resnet import BasicBlock, BasicSum, Bottleneck, BottleneckS
 def blocks(net: nn.Module) -> list[nn.Module]:
     """The blocks that take a momentum step where there is a γ, in order, of a network of `retrograde.nets.resnet`."""
     found = [m for m in net.modules() if isinstance(m, BasicBlock | Bottleneck) and m.downsample is None]
-    sums = [m for m in found if isinstance(m, BasicSum | BottleneckSum)]  # beside them a stage's first block is He's, and takes no step
+    sums = [
+        m for m in found if isinstance(m, BasicSum | BottleneckSum)
+    ]  # beside them a stage's first block is He's, and takes no step
     return list(sums or found)
 
 

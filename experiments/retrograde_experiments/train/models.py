@@ -5,8 +5,8 @@
     revnet101         as many parameters as the resnet of that name
 
 γ = 0 with memory="store" is the plain ResNet, its code and all; γ = 0 with another mode runs it block by block.
-residual="branch" is the form of the paper's published code: nothing follows the addition, the first block of a stage is plain, and γ = 1
-is taken literally, so that f has the factor 1 − γ = 0.
+residual="branch" is the form of the paper's published code: nothing follows the addition, the first block of a stage is plain, and
+γ = 1 is taken literally, so that f has the factor 1 − γ = 0.
 """
 
 from __future__ import annotations

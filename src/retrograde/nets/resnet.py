@@ -130,9 +130,9 @@ class MomentumStage(nn.Sequential):
     Args:
         blocks: the stage's blocks.
         gamma: γ.
-        form: for He's blocks. "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes over memory: the
-            same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if all blocks
-            are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
+        form: for He's blocks. "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes
+            over memory: the same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if
+            all blocks are proved to compute that and there are not too many of them (`stack.rectified.DEEPEST`), else "block".
         factor: for blocks of residual="branch": f is multiplied by it. factor=0 with gamma=1 is γ = 1 as the paper's code has it,
             v ← 1·v + 0·f, where no f arrives and no block gets a gradient; gamma=1 alone is the Hamiltonian limit, v ← v + f.
         options: `velocity`, `memory`, `fraction_bits`, `verify`, `overflow`, as in `MomentumNet`.
@@ -143,27 +143,34 @@ class MomentumStage(nn.Sequential):
     ) -> None:
         super().__init__(*blocks)
         self.factor = factor
-        sums = [block for block in blocks if isinstance(block, _Sum)]
+        sums: list[nn.Module] = [block for block in blocks if isinstance(block, _Sum)]
         kept = sums or [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
-        if sums or factor != 1:
-            if form is not None or not sums:
-                raise ValueError("residual='branch' has no other form, and factor is for residual='branch' alone.")
-            net = MomentumNet(self._steps(kept), gamma, form="branch", **options)
-            self.__dict__["momentum"], self.owner = net, id(self)  # not as a submodule: the blocks are, already
-            return
+        self.__dict__["momentum"] = self._network(
+            kept, bool(sums), gamma, form, options
+        )  # not as a submodule: the blocks are, already
+        self.owner = id(self)
+
+    def _network(
+        self, kept: list[nn.Module], sums: bool, gamma: Any, form: str | None, options: dict[str, Any]
+    ) -> MomentumNet | None:
+        """The momentum network of the blocks that keep their shape; None if there are none."""
+        if sums:
+            if form is not None:
+                raise ValueError(
+                    f"form={form!r} is for He's blocks; those of residual='branch' have one form. Leave it out."
+                )
+            return MomentumNet(self._steps(kept), gamma, form="branch", **options)
         other = next((block for block in kept if rectified(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
             )
-        rectifies = form == "relu" or (form is None and other is None and len(kept) <= DEEPEST)
-        net = None
-        if kept:
-            net = (
-                RectifiedNet(kept, gamma, **options) if rectifies else MomentumNet(kept, gamma, form="block", **options)
-            )
-        self.__dict__["momentum"], self.owner = net, id(self)
+        if not kept:
+            return None
+        if form == "relu" or (form is None and other is None and len(kept) <= DEEPEST):
+            return RectifiedNet(kept, gamma, **options)
+        return MomentumNet(kept, gamma, form="block", **options)
 
     def _steps(self, kept: list[nn.Module]) -> list[nn.Module]:
         """What the momentum network runs of these blocks."""
@@ -222,6 +229,8 @@ class ResNet(nn.Module):
         other = block if choice("residual", residual, ("relu", "branch")) == "relu" else _SUMS[block]
         if gamma is None and options:
             raise ValueError(f"{', '.join(options)} are options of momentum stages; pass gamma, too.")
+        if residual == "relu" and "factor" in options:
+            raise ValueError("factor is for residual='branch' alone.")
         learned = options.get("velocity") == "learned"
         options |= {"velocity": None} if learned else {}
         imagenet = choice("stem", stem, ("imagenet", "cifar")) == "imagenet"
@@ -234,7 +243,8 @@ class ResNet(nn.Module):
             for k in range(whole("stages", count)):
                 blocks.append((other if k else block)(channels, inner, 2 if i and not k else 1))
                 channels = inner * block.expansion
-            stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
+            plain = gamma is None or (residual == "branch" and len(blocks) == 1)
+            stage = nn.Sequential(*blocks) if plain else MomentumStage(blocks, gamma, **options)
             self.add_module(f"layer{i + 1}", stage)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, whole("classes", classes))
         _start(self)
