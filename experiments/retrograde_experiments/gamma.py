@@ -31,6 +31,7 @@ from .style import canvas
 from .train import Learner, Recipe, build
 from .train.branches import sizes
 from .train.learner import fast
+from .train.models import FORMS
 from .train.schedule import efolds
 from .train.unit import keep_weights, kept_weights, small_set, trained
 
@@ -86,13 +87,13 @@ class Config:
         velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}[
             self.velocity
         ]
-        form = {"branch": "nothing after the addition", "relu": "a ReLU after the addition"}[self.residual]
         one = "literal: f has the factor 0" if self.residual == "branch" else f"run as {NEARLY_ONE}"
         refit = f"refit of {self.refit} epochs (rate {self.refit_rate:g} falling to 0)" if self.refit else "no refit"
         return (
-            f"{self.model} on {self.data}, {form}, v₀ = {velocity}, {self.epochs} epochs of batch {self.batch} (rate {self.rate:g}, "
-            f"{self.schedule}, weight decay {self.weight_decay:g}: a parameter without gradient decays by "
-            f"{efolds(_recipe(self, 'trained'), 50_000 // self.batch):.1f} e-folds), {refit}, AMP {self.amp}, {self.repeats} seed(s); "
+            f"{self.model} on {self.data}, {FORMS[self.residual]}, v₀ = {velocity}, {self.epochs} epochs of batch "
+            f"{self.batch} (rate {self.rate:g}, {self.schedule}, weight decay {self.weight_decay:g}: a parameter without gradient "
+            f"decays by {efolds(_recipe(self, 'trained'), 50_000 // self.batch):.1f} e-folds), "
+            f"{refit}, AMP {self.amp}, {self.repeats} seed(s); "
             f"γ = 1 is {one}.{smaller}"
         )
 

@@ -181,7 +181,7 @@ def _deploy(records: Records) -> str:
     tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
     out = []
     if tuned:
-        out += ["Perplexity, mean ± standard deviation over the seeds", _tuned(tuned, "perplexity", ".4g")]
+        out += ["Perplexity, mean ± standard deviation over the seeds", _tuned(tuned, "perplexity", ".2f")]
     for dtype in dict.fromkeys(r["dtype"] for r in measured):
         mine = [r for r in measured if r["dtype"] == dtype]
         base = next((r for r in mine if r["method"] == "checkpoint"), None)
@@ -224,7 +224,7 @@ def _tuned(records: Records, what: str, form: str) -> str:
                 _short(median(before)) if before else "–",
                 spread([r["own"] for r in mine], form),
                 spread([r["plain"] for r in mine], form),
-                spread(apart, f"+{form}") if gamma and apart else "",
+                _signed(spread(apart, form)) if gamma and apart else "",
             ]
         )
     head = [
@@ -235,6 +235,14 @@ def _tuned(records: Records, what: str, form: str) -> str:
         "less plain fine-tuning",
     ]
     return grid(head, rows)
+
+
+def _signed(text: str) -> str:
+    """
+    >>> _signed("0.12 ± 0.05"), _signed("-0.1")
+    ('+0.12 ± 0.05', '-0.1')
+    """
+    return text if text.startswith("-") else f"+{text}"
 
 
 def _times(value: float | None, base: float | None) -> str:

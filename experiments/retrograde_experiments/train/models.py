@@ -21,6 +21,7 @@ from retrograde.nets.revnet import rev_resnet
 
 from ..errors import ExperimentError
 
+FORMS = {"branch": "nothing after the addition", "relu": "a ReLU after the addition"}
 VELOCITIES = {"zero": None, "first": "first", "learned": "learned"}
 
 
