@@ -26,6 +26,7 @@ from .transfer import kept
 Records = list[Record]
 FIGURE = "img/pretrained.png"
 DEPLOYED = "img/deploy.svg"
+LABELLED = (1 / 8, 1 / 2, 0.9)  # points with their γ beside them: the others lie too close
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
     "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
@@ -360,19 +361,22 @@ def drawn_deploy(records: Records) -> bytes:
                 left.plot([g] * len(found[g]), found[g], ".", color=colour, markersize=3, alpha=0.5)
             at = {memory["reverse", g] / 1e6: mean(found[g]) for g in gammas if ("reverse", g) in memory}
             right.plot(list(at), list(at.values()), marker, color=colour, markersize=5, label=name)
-            if key == "own":
-                for g in gammas:
-                    if ("reverse", g) in memory:
-                        where = (memory["reverse", g] / 1e6, mean(found[g]))
-                        right.annotate(
-                            f"γ = {_fraction(g)}", where, fontsize=7, xytext=(4, 4), textcoords="offset points"
-                        )
+            for g in gammas if key == "own" else []:
+                if ("reverse", g) in memory and g in LABELLED:
+                    where = (memory["reverse", g] / 1e6, mean(found[g]))
+                    right.annotate(f"γ = {_fraction(g)}", where, fontsize=8, xytext=(6, -3), textcoords="offset points")
         for method, marker in (("plain", "D"), ("checkpoint", "^")):
             if plain and (method, 0.0) in memory:
                 right.plot([memory[method, 0.0] / 1e6], [mean(plain)], marker, color="#111827", label=NAMED[method])
         left.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
         right.set(xlabel="peak memory of a step, MB", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
-        left.legend(fontsize=8)
-        right.legend(fontsize=8)
+        for axis in (left, right):
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
+            axis.legend(fontsize=8)
+        gammas = [g for g in _gammas(tuned) if g]
+        left.set_xticks(gammas, [_fraction(g) for g in gammas])
         picture.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
     return data.getvalue()
