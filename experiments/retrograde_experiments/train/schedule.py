@@ -8,7 +8,8 @@ from .setting import Recipe
 
 
 def efolds(recipe: Recipe, steps: int) -> float:
-    """By how many factors of e weight decay shrinks a parameter that has no gradient, with `steps` steps in an epoch.
+    """By how many factors of e weight decay shrinks a parameter that has no gradient, with `steps` steps in an epoch. To first order in
+    rate · decay: where that is not far below (1 − momentum)², the parameter shrinks faster.
 
     >>> round(efolds(Recipe(), 390), 2)
     3.59
