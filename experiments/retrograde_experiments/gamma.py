@@ -16,6 +16,7 @@ With residual="relu" (He's blocks) γ = 1 is run as 0.9999; `gamma=1` of this li
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -39,6 +40,12 @@ NEARLY_ONE = 0.9999
 LOOKED_AT = 256  # test images on which the sizes of f and x are taken
 ENDS = ("#6b7280", "#ea580c")  # colours of the networks trained with the least and with the largest γ
 BARS = {"plain": 3, "refit": 1}  # of accuracy lost at most, in %
+# Open markers around closed ones where two curves are the same.
+LOOKS: dict[str, dict[str, Any]] = {
+    "plain": {"marker": "o", "markersize": 3.5, "zorder": 3},
+    "statistics": {"marker": "o", "markersize": 7, "markerfacecolor": "white"},
+    "refit": {"marker": "^", "markersize": 4},
+}
 WAYS = {"as it is": ("plain", ":"), "statistics anew": ("statistics", "--"), "refit": ("refit", "-")}
 
 
@@ -204,23 +211,24 @@ def figure(config: Config, records: list[Record]) -> Any:
     else:
         picture, axis = canvas(7.6, 4)
 
-    def draw(curve: dict[float, list[float]], line: str, colour: str, name: str) -> None:
-        axis.plot(list(curve), [mean(v) for v in curve.values()], line, color=colour, label=name, markersize=4)
+    def draw(curve: dict[float, list[float]], line: str, colour: str, name: str, **look: Any) -> None:
+        axis.plot(list(curve), [mean(v) for v in curve.values()], line, color=colour, label=name, **look)
         for gamma, values in curve.items():
             if values[1:]:
                 axis.plot([gamma] * len(values), values, ".", color=colour, markersize=3, alpha=0.5)  # each seed
 
     own = _own(records)
-    best = max((mean(values) for values in own.values()), default=None)
-    if best is not None:
-        axis.axhspan(best - BARS["plain"], best, color="#e5e7eb", zorder=0, label="the paper's at most 3 % lost")
-    draw(own, "o-" if len(own) > 2 else "s", "#111827", "trained with γ = γ′")
+    for end, colour in zip(ends(config), ENDS, strict=True):
+        if own.get(end):
+            best, name = mean(own[end]), f"γ = {end:g}, at most {BARS['plain']} % lost: the paper"
+            axis.axhspan(best - BARS["plain"], best, color=colour, alpha=0.15, linewidth=0, zorder=0, label=name)
     for end, colour in zip(ends(config), ENDS, strict=True):
         for name, (key, line) in WAYS.items():
             curve = _other(records, end, key)
             if curve:  # joined to the point where it was trained
                 curve = dict(sorted({**curve, end: own.get(end, [])}.items())) if own.get(end) else curve
-                draw(curve, f"o{line}", colour, f"γ = {end:g}, {name}")
+                draw(curve, line, colour, f"γ = {end:g}, {name}", **LOOKS[key])
+    draw(own, "s-" if len(own) > 2 else "s", "#111827", "trained with γ = γ′", markersize=4, zorder=4)
     axis.set(xlabel="γ′ at test time", ylabel="test accuracy, %", title=f"{config.model}, {config.data}")
     where: dict[str, Any] = {"loc": "best"} if curves else {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     axis.legend(fontsize=8, handlelength=4, **where)  # long enough to tell dashes from dots
@@ -288,7 +296,11 @@ def _shares(records: list[Record], end: float) -> list[Finding]:
     if not last:
         return []
     largest, middle = [max(values) for values in last], [median(values) for values in last]
+    scales = [max(record["scale"][-1]) for record in _trained(records, end) if "scale" in record.values]
+    decayed = mean(math.exp(-record["efolds"]) for record in _trained(records, end))
+    name = f"scale of f's BatchNorm after training with γ = {end:g}, largest of a block"
     return [
+        Finding(name, f"{spread(scales, '.3f')} (by weight decay alone {decayed:.3f})"),
         Finding(f"‖f‖/‖x‖ after training with γ = {end:g}, largest of a block", spread(largest, ".3f")),
         Finding(f"‖f‖/‖x‖ after training with γ = {end:g}, median of the blocks", spread(middle, ".3f")),
     ]
