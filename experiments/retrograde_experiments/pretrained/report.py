@@ -26,7 +26,7 @@ from .transfer import kept
 Records = list[Record]
 FIGURE = "img/pretrained.png"
 DEPLOYED = "img/deploy.svg"
-LABELLED = (1 / 8, 1 / 2, 0.9)  # points with their γ beside them: the others lie too close
+PRECISIONS = {"float32": "#6b7280", "bfloat16": "#ea580c"}
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
     "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
@@ -197,10 +197,11 @@ def _deploy(records: Records) -> str:
             for r in sorted(mine, key=lambda r: (r["gamma"], r["method"] == "checkpoint"))
         ]
         out += [f"A step in {dtype}", grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)]
-    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ and over memory]({DEPLOYED})"])
+    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ, and the peak memory of a step]({DEPLOYED})"])
 
 
 NAMED = {"plain": "plain", "checkpoint": "plain, checkpointed layer by layer"}
+SHORT = {"plain": "plain", "checkpoint": "plain, checkpointed"}
 
 
 def _deploy_images(records: Records) -> str:
@@ -337,46 +338,50 @@ def _curves(axis: Any, records: Records, value: str) -> None:
 
 
 def drawn_deploy(records: Records) -> bytes:
-    """The figure, as SVG: perplexity after fine-tuning over γ, and over the memory of a step."""
+    """The figure, as SVG: perplexity after fine-tuning over γ, and the peak memory of a step."""
     tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
-    memory = {
-        (r["method"], r["gamma"]): r["peak"] for r in measured if r["dtype"] == "float32" and r["peak"] is not None
-    }
     data = io.BytesIO()
     with styled():
-        picture, axes = canvas(9, 3.6, 1, 2, squeeze=False)
-        left, right = axes[0]
-        plain = [r["plain"] for r in tuned if not r["gamma"]]
-        for axis in (left, right):
-            if plain:
-                axis.axhspan(min(plain), max(plain), color="#d1d5db", label="plain fine-tuning, all seeds")
-        for key, name, colour, marker in (
-            ("own", "as itself", "#ea580c", "o"),
-            ("plain", "reverted to the plain network", "#2563eb", "s"),
-        ):
-            gammas = [g for g in _gammas(tuned) if g]
-            found = {g: [r[key] for r in tuned if r["gamma"] == g] for g in gammas}
-            left.plot(gammas, [mean(found[g]) for g in gammas], f"{marker}-", color=colour, markersize=4, label=name)
-            for g in gammas:
-                left.plot([g] * len(found[g]), found[g], ".", color=colour, markersize=3, alpha=0.5)
-            at = {memory["reverse", g] / 1e6: mean(found[g]) for g in gammas if ("reverse", g) in memory}
-            right.plot(list(at), list(at.values()), marker, color=colour, markersize=5, label=name)
-            for g in gammas if key == "own" else []:
-                if ("reverse", g) in memory and g in LABELLED:
-                    where = (memory["reverse", g] / 1e6, mean(found[g]))
-                    right.annotate(f"γ = {_fraction(g)}", where, fontsize=8, xytext=(6, -3), textcoords="offset points")
-        for method, marker in (("plain", "D"), ("checkpoint", "^")):
-            if plain and (method, 0.0) in memory:
-                right.plot([memory[method, 0.0] / 1e6], [mean(plain)], marker, color="#111827", label=NAMED[method])
-        left.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
-        right.set(xlabel="peak memory of a step, MB", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
-        for axis in (left, right):
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.xaxis.set_minor_formatter("")
-            axis.legend(fontsize=8)
-        gammas = [g for g in _gammas(tuned) if g]
-        left.set_xticks(gammas, [_fraction(g) for g in gammas])
+        picture, (left, right) = canvas(9, 3.6, 1, 2)
+        _draw_perplexity(left, tuned)
+        _draw_memory(right, [r for r in measured if r["peak"] is not None])
         picture.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
     return data.getvalue()
+
+
+def _draw_perplexity(axis: Any, records: Records) -> None:
+    plain, gammas = [r["plain"] for r in records if not r["gamma"]], [g for g in _gammas(records) if g]
+    if plain:
+        axis.axhspan(min(plain), max(plain), color="#d1d5db", label="plain fine-tuning, all seeds")
+    for key, name, colour, marker in (
+        ("own", "in reverse, as itself", "#ea580c", "o"),
+        ("plain", "in reverse, then reverted to the plain network", "#2563eb", "s"),
+    ):
+        found = [[r[key] for r in records if r["gamma"] == g] for g in gammas]
+        axis.plot(gammas, [mean(each) for each in found], f"{marker}-", color=colour, markersize=4, label=name)
+        for g, each in zip(gammas, found, strict=True):
+            axis.plot([g] * len(each), each, ".", color=colour, markersize=3, alpha=0.5)
+    axis.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_xticks(gammas, [_fraction(g) for g in gammas])
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=8)
+
+
+def _draw_memory(axis: Any, records: Records) -> None:
+    """A pair of bars, for the two precisions, of every way to make a step."""
+    ways = sorted({(r["gamma"], r["method"] == "checkpoint", r["method"]) for r in records})
+    names = [f"in reverse, γ = {_fraction(g)}" if g else SHORT[method] for g, _, method in ways]
+    for shift, (dtype, colour) in zip((-0.2, 0.2), PRECISIONS.items(), strict=True):
+        peaks = {(r["gamma"], r["method"]): r["peak"] / 1e9 for r in records if r["dtype"] == dtype}
+        rows = [row for row, (g, _, method) in enumerate(ways) if (g, method) in peaks]
+        values = [peaks[ways[row][0], ways[row][2]] for row in rows]
+        bars = axis.barh([row + shift for row in rows], values, 0.38, color=colour, label=dtype)
+        axis.bar_label(bars, [f"{value:.{1 if value > 1 else 2}f}" for value in values], padding=3, fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set(xlabel="peak memory of a step, GB")
+    if records:
+        axis.legend(fontsize=8, loc="lower right")
