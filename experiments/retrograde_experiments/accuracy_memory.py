@@ -26,6 +26,7 @@ from .private import human
 from .run import Context
 from .style import COLOURS, canvas
 from .train import Recipe, build
+from .train.models import FORMS
 from .train.unit import small_set, trained
 
 
@@ -33,6 +34,9 @@ from .train.unit import small_set, trained
 class Config:
     data: str = "cifar10"
     model: str = "resnet101"
+    residual: str = (
+        "branch"  # of the momentum networks: the paper's published form, or "relu", He's; the ResNet is He's
+    )
     gammas: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
     epochs: int = 220
     batch: int = 128
@@ -68,8 +72,9 @@ class Config:
         narrow = ", ".join(f"{gamma:g}" for gamma in self.narrow)
         more = f"; with γ = {narrow} also with 16 bits, {self.narrow_repeats} seeds each" if narrow else ""
         return (
-            f"{self.model} on {self.data}, v₀ = 0, in reverse, {self.epochs} epochs of batch {self.batch} (rate {self.rate:g}, "
-            f"{self.schedule}), AMP {self.amp}, {self.repeats} seed(s){more}; memory of one step of that batch.{smaller}"
+            f"{self.model} on {self.data}, {FORMS[self.residual]}, v₀ = 0, in reverse, {self.epochs} epochs of batch "
+            f"{self.batch} (rate {self.rate:g}, {self.schedule}), AMP {self.amp}, "
+            f"{self.repeats} seed(s){more}; memory of one step of that batch.{smaller}"
         )
 
     def recipe(self) -> Recipe:
@@ -94,6 +99,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     net = build(
         config.model, classes=source.classes, channels=source.channels, gamma=unit["gamma"], memory=memory,
         fixed_point="int16" if unit.get("bits") == 16 else "auto",
+        residual=config.residual if unit["gamma"] else "relu",
     )  # fmt: skip
     learner, curve = trained(net, config.recipe(), source, context)
     x, y = next(source.epoch(0))

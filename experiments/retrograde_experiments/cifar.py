@@ -2,6 +2,8 @@
 
     ResNet   x ← x + f(x)          Momentum   v ← γ·v + (1−γ)·f(x), x ← x + v, γ = 0.9, for all blocks that keep their shape
 
+As in the paper's published code the blocks of the ResNet end in a ReLU, and those that take a momentum step do not (residual="branch").
+
 The paper has v₀ = f(x₀, θ₀), of the first block, in its text, and "learned" in its experiment, which in the published code is a
 block of its own in every stage: both are run. For a seed all start from the same weights and see the same batches. The default
 preset is a shortened schedule (one cycle of the rate, bfloat16, smoothed labels) of a ResNet-34, whose activations are stored,
@@ -24,6 +26,7 @@ from .metrics import Key, Record
 from .run import Context
 from .style import COLOURS, canvas
 from .train import Recipe, build
+from .train.models import FORMS
 from .train.unit import parameters, small_set, trained
 
 NETS = {
@@ -48,6 +51,9 @@ class Config:
     data: tuple[str, ...] = ("cifar10", "cifar100")
     nets: tuple[str, ...] = tuple(NETS)
     model: str = "resnet101"
+    residual: str = (
+        "branch"  # of the momentum networks: the paper's published form, or "relu", He's; the ResNet is He's
+    )
     gamma: float = 0.9
     memory: str = "reverse"
     epochs: int = 220
@@ -80,7 +86,7 @@ class Config:
     @classmethod
     def smoke(cls) -> Config:
         return cls(
-            data=("digits",), model="thin-resnet8", epochs=2, batch=64, rate=0.1, schedule="onecycle", limit=256,
+            data=("digits",), model="thin-resnet14", epochs=2, batch=64, rate=0.1, schedule="onecycle", limit=256,
             channels_last=False, repeats=1,
         )  # fmt: skip
 
@@ -100,7 +106,7 @@ class Config:
         )
         return (
             f"{self.model} on {' and '.join(self.data)}, {self.epochs} epochs, batch {self.batch}, SGD 0.9, rate {self.rate:g} "
-            f"({schedule}), weight decay {self.weight_decay:g}{more}, γ = {self.gamma:g}, "
+            f"({schedule}), weight decay {self.weight_decay:g}{more}, γ = {self.gamma:g}, {FORMS[self.residual]}, "
             f"memory={self.memory}, AMP {self.amp}, {self.repeats} seeds.{smaller}"
         )
 
@@ -138,7 +144,7 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     gamma, memory = (0.0, "store") if unit["net"] == "resnet" else (config.gamma, config.memory)
     net = build(
         config.model, classes=source.classes, channels=source.channels, gamma=gamma, memory=memory,
-        velocity=VELOCITIES.get(unit["net"], "zero"),
+        velocity=VELOCITIES.get(unit["net"], "zero"), residual="relu" if unit["net"] == "resnet" else config.residual,
     )  # fmt: skip
     _, curve = trained(net, config.recipe(), source, context)
     return {**curve, "final": curve["accuracy"][-1], "parameters": parameters(net)}

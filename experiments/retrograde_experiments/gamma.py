@@ -1,17 +1,24 @@
 """Fig. 6, top: Momentum ResNets trained with one γ and tested with another, as they are and after a short refit.
 
-    trained    one network for every γ
+    trained    one network for every γ of `trained`
     tested     those trained with the least and with the largest γ, with every other γ: as they are; with BatchNorm's statistics
                found anew; and after a few epochs of training (refit)
 
-v₀ = f(x₀), so that γ near 1 (where f enters with the factor 1 − γ) still is a network: x_n → x₀ + n·f(x₀). The paper's γ = 1 is run
-as 0.9999; `gamma=1` of this library is another thing, the limit with f scaled by 1/(1 − γ).
+The network is the one of the paper's published code (residual="branch"): f = bn(conv(…)), nothing follows the addition, v₀ = 0, weight
+decay on all parameters, γ = 1 taken literally. There v ← 1·v + 0·f: no f arrives, no block gets a gradient, and all that happens to
+its parameters is weight decay, by exp(−Σ rate·decay / (1 − momentum)), which is exp(−3.6) with the paper's schedule
+(`efolds`). How large each f is beside its x, and the scale of its last BatchNorm, are kept after every epoch: where f has decayed
+away, any γ gives the same network.
+
+With residual="relu" (He's blocks) γ = 1 is run as 0.9999; `gamma=1` of this library is another thing, the limit with f scaled by
+1/(1 − γ).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -23,11 +30,22 @@ from .metrics import Key, Record
 from .run import Context
 from .style import canvas
 from .train import Learner, Recipe, build
+from .train.branches import sizes
 from .train.learner import fast
+from .train.models import FORMS
+from .train.schedule import efolds
 from .train.unit import keep_weights, kept_weights, small_set, trained
 
 NEARLY_ONE = 0.9999
+LOOKED_AT = 256  # test images on which the sizes of f and x are taken
+ENDS = ("#6b7280", "#ea580c")  # colours of the networks trained with the least and with the largest γ
 BARS = {"plain": 3, "refit": 1}  # of accuracy lost at most, in %
+# Open markers around closed ones where two curves are the same.
+LOOKS: dict[str, dict[str, Any]] = {
+    "plain": {"marker": "o", "markersize": 3.5, "zorder": 3},
+    "statistics": {"marker": "o", "markersize": 7, "markerfacecolor": "white"},
+    "refit": {"marker": "^", "markersize": 4},
+}
 WAYS = {"as it is": ("plain", ":"), "statistics anew": ("statistics", "--"), "refit": ("refit", "-")}
 
 
@@ -35,8 +53,10 @@ WAYS = {"as it is": ("plain", ":"), "statistics anew": ("statistics", "--"), "re
 class Config:
     data: str = "cifar10"
     model: str = "resnet101"
+    residual: str = "branch"
     gammas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-    velocity: str = "first"
+    trained: tuple[float, ...] = ()  # of `gammas`; none: all of them
+    velocity: str = "zero"
     memory: str = "auto"
     epochs: int = 220
     refit: int = 20
@@ -44,6 +64,7 @@ class Config:
     rate: float = 0.01
     schedule: str = "multistep"
     milestones: tuple[int, ...] = (180,)
+    weight_decay: float = 5e-4
     refit_rate: float = 0.001
     amp: str = "off"
     channels_last: bool = True
@@ -57,8 +78,8 @@ class Config:
     @classmethod
     def default(cls) -> Config:
         return cls(
-            model="resnet34", gammas=(0.0, 0.25, 0.5, 0.75, 0.9, 1.0), memory="store", epochs=8, refit=3, batch=256, rate=0.2,
-            schedule="onecycle", refit_rate=0.02, amp="bf16",
+            model="resnet34", gammas=(0.0, 0.25, 0.5, 0.75, 0.9, 1.0), memory="store", epochs=8, refit=3, batch=256, rate=0.4,
+            schedule="onecycle", weight_decay=1.15e-3, refit_rate=0.02, amp="bf16",
         )  # fmt: skip
 
     @classmethod
@@ -70,23 +91,35 @@ class Config:
 
     def setting(self) -> str:
         smaller = "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs, refit of 20."
+        velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}[
+            self.velocity
+        ]
+        one = "literal: f has the factor 0" if self.residual == "branch" else f"run as {NEARLY_ONE}"
+        refit = f"refit of {self.refit} epochs (rate {self.refit_rate:g} falling to 0)" if self.refit else "no refit"
         return (
-            f"{self.model} on {self.data}, v₀ = {'f(x₀)' if self.velocity == 'first' else '0'}, {self.epochs} epochs of batch "
-            f"{self.batch} (rate {self.rate:g}, {self.schedule}), refit of {self.refit} epochs (rate {self.refit_rate:g} falling to "
-            f"0), AMP {self.amp}, {self.repeats} seed(s); γ = 1 is run as {NEARLY_ONE}.{smaller}"
+            f"{self.model} on {self.data}, {FORMS[self.residual]}, v₀ = {velocity}, {self.epochs} epochs of batch "
+            f"{self.batch} (rate {self.rate:g}, {self.schedule}, weight decay {self.weight_decay:g}: a parameter without gradient "
+            f"decays by {efolds(_recipe(self, 'trained'), 50_000 // self.batch):.1f} e-folds), "
+            f"{refit}, AMP {self.amp}, {self.repeats} seed(s); "
+            f"γ = 1 is {one}.{smaller}"
         )
+
+    def all_trained(self) -> tuple[float, ...]:
+        return self.trained or self.gammas
 
 
 def ends(config: Config) -> tuple[float, float]:
     """The γ of the networks that are tested with others."""
-    return min(config.gammas), max(config.gammas)
+    return min(config.all_trained()), max(config.all_trained())
 
 
 def units(config: Config) -> list[Key]:
     found: list[Key] = []
     for seed in range(config.repeats):
-        found += [{"train": gamma, "test": gamma, "seed": seed} for gamma in config.gammas]
-        found += [{"train": a, "test": b, "seed": seed} for a in ends(config) for b in config.gammas if a != b]
+        for gamma in config.all_trained():
+            found.append({"train": gamma, "test": gamma, "seed": seed})
+            others = [b for b in config.gammas if b != gamma and gamma in ends(config)]
+            found += [{"train": gamma, "test": b, "seed": seed} for b in others]
     return found
 
 
@@ -101,24 +134,35 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     source = Resident(small_set(config.data), config.batch, seed=seed, device=context.device, limit=config.limit)
     torch.manual_seed(seed)
     net = build(
-        config.model, classes=source.classes, channels=source.channels, gamma=run_as(unit["test"]), velocity=config.velocity,
-        memory=config.memory if unit["test"] or config.memory != "reverse" else "checkpoint",
+        config.model, classes=source.classes, channels=source.channels, gamma=run_as(config, unit["test"]), velocity=config.velocity,
+        memory=config.memory if unit["test"] or config.memory != "reverse" else "checkpoint", residual=config.residual,
     )  # fmt: skip
     if unit["train"] == unit["test"]:
-        _, curve = trained(net, _recipe(config, "trained"), source, context)
+        x = next(iter(source.test()))[0][:LOOKED_AT]
+        recipe = _recipe(config, "trained")
+        _, curve = trained(net, recipe, source, context, lambda net: sizes(net, x))
         if unit["train"] in ends(config):
             path.parent.mkdir(parents=True, exist_ok=True)
             keep_weights(net, path)
-        return {"accuracy": curve["accuracy"][-1]}
+        return {"accuracy": curve["accuracy"][-1], "efolds": efolds(recipe, source.steps), **curve_of(curve)}
     return _tested(config, net, kept_weights(path), source, context)
 
 
-def run_as(gamma: float) -> float:
-    return NEARLY_ONE if gamma == 1 else gamma
+def curve_of(curve: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """What is kept of each epoch, rounded: losses, accuracies, and two numbers for every block."""
+    short = {name: [[round(value, 5) for value in epoch] for epoch in curve[name]] for name in ("share", "scale")}
+    rounded = {name: [round(value, 5) for value in curve[name]] for name in ("train_loss", "test_loss")}
+    return {"accuracies": curve["accuracy"], **rounded, **short}
+
+
+def run_as(config: Config, gamma: float) -> float:
+    return NEARLY_ONE if gamma == 1 and config.residual == "relu" else gamma
 
 
 def _recipe(config: Config, phase: str) -> Recipe:
-    common: dict[str, Any] = {"batch": config.batch, "amp": config.amp, "channels_last": config.channels_last}
+    common: dict[str, Any] = {
+        "batch": config.batch, "amp": config.amp, "channels_last": config.channels_last, "weight_decay": config.weight_decay,
+    }  # fmt: skip
     if phase == "refit":
         return Recipe(epochs=config.refit, rate=config.refit_rate, schedule="cosine", **common)
     return Recipe(
@@ -131,14 +175,17 @@ def _tested(
 ) -> dict[str, Any]:
     """The accuracy with another γ: as it is, with new statistics, and refitted."""
     net.load_state_dict(weights)
-    learner = Learner(net.to(context.device), _recipe(config, "refit"), source.steps)
+    learner = Learner(net.to(context.device), _recipe(config, "refit" if config.refit else "trained"), source.steps)
     with fast(context.device):
         plain = learner.evaluate(source)["accuracy"]
         statistics_anew(learner, source)
         anew = learner.evaluate(source)["accuracy"]
-    net.load_state_dict(weights)
-    _, curve = trained(net, _recipe(config, "refit"), source, context)
-    return {"plain": plain, "statistics": anew, "refit": curve["accuracy"][-1]}
+    found = {"plain": plain, "statistics": anew}
+    if config.refit:
+        net.load_state_dict(weights)
+        _, curve = trained(net, _recipe(config, "refit"), source, context)
+        found["refit"] = curve["accuracy"][-1]
+    return found
 
 
 @torch.no_grad()
@@ -157,23 +204,46 @@ def statistics_anew(learner: Learner, source: Resident, batches: int = 50) -> No
 
 
 def figure(config: Config, records: list[Record]) -> Any:
-    picture, axis = canvas(7.6, 4)
+    curves = [r for r in records if r["train"] == r["test"] and r["train"] in ends(config) and "share" in r.values]
+    if curves:
+        picture, (axis, side) = canvas(10.5, 4, 1, 2, width_ratios=(3, 2))
+        _draw_shares(side, curves)
+    else:
+        picture, axis = canvas(7.6, 4)
 
-    def draw(curve: dict[float, list[float]], line: str, colour: str, name: str) -> None:
-        axis.plot(list(curve), [mean(v) for v in curve.values()], line, color=colour, label=name, markersize=4)
+    def draw(curve: dict[float, list[float]], line: str, colour: str, name: str, **look: Any) -> None:
+        axis.plot(list(curve), [mean(v) for v in curve.values()], line, color=colour, label=name, **look)
         for gamma, values in curve.items():
             if values[1:]:
                 axis.plot([gamma] * len(values), values, ".", color=colour, markersize=3, alpha=0.5)  # each seed
 
-    draw(_own(records), "o-", "#111827", "trained with γ = γ′")
-    for end, colour in zip(ends(config), ("#6b7280", "#ea580c"), strict=True):
+    own = _own(records)
+    for end, colour in zip(ends(config), ENDS, strict=True):
+        if own.get(end):
+            best, name = mean(own[end]), f"γ = {end:g}, at most {BARS['plain']} % lost: the paper"
+            axis.axhspan(best - BARS["plain"], best, color=colour, alpha=0.15, linewidth=0, zorder=0, label=name)
+    for end, colour in zip(ends(config), ENDS, strict=True):
         for name, (key, line) in WAYS.items():
-            draw(_other(records, end, key), f"o{line}", colour, f"γ = {end:g}, {name}")
+            curve = _other(records, end, key)
+            if curve:  # joined to the point where it was trained
+                curve = dict(sorted({**curve, end: own.get(end, [])}.items())) if own.get(end) else curve
+                draw(curve, line, colour, f"γ = {end:g}, {name}", **LOOKS[key])
+    draw(own, "s-" if len(own) > 2 else "s", "#111827", "trained with γ = γ′", markersize=4, zorder=4)
     axis.set(xlabel="γ′ at test time", ylabel="test accuracy, %", title=f"{config.model}, {config.data}")
-    axis.legend(
-        fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
-    )  # long enough to tell dashes from dots
+    where: dict[str, Any] = {"loc": "best"} if curves else {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axis.legend(fontsize=8, handlelength=4, **where)  # long enough to tell dashes from dots
     return picture
+
+
+def _draw_shares(axis: Any, records: list[Record]) -> None:
+    """How large each block's f is beside its x, at the end of the training."""
+    for record in records:
+        colour = ENDS[record["train"] == max(r["train"] for r in records)]
+        label = f"trained with γ = {record['train']:g}" if record["seed"] == 0 else None
+        share = record["share"][-1]
+        axis.plot(range(1, len(share) + 1), share, "o-", color=colour, markersize=3, linewidth=1, label=label)
+    axis.set(xlabel="block that takes a momentum step", ylabel="‖f‖ / ‖x‖ after training", yscale="log")
+    axis.legend(fontsize=8)
 
 
 def _own(records: list[Record]) -> dict[float, list[float]]:
@@ -183,7 +253,7 @@ def _own(records: list[Record]) -> dict[float, list[float]]:
 
 def _other(records: list[Record], end: float, key: str) -> dict[float, list[float]]:
     """The accuracies of those trained with γ = `end` and tested with another, by that one."""
-    return _by_test([r for r in records if r["train"] == end != r["test"]], key)
+    return _by_test([r for r in records if r["train"] == end != r["test"] and key in r.values], key)
 
 
 def _by_test(records: list[Record], key: str) -> dict[float, list[float]]:
@@ -202,17 +272,42 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     for end in ends(config):
         if end in every:
             found.append(Finding(f"accuracy, γ = {end:g}", spread(every[end], unit=" %")))
+            found += _shares(records, end)
         for name, (key, _) in WAYS.items():
             curve = {gamma: mean(values) for gamma, values in _other(records, end, key).items()}
             if curve and end in own:
                 # as it is: against γ′ = γ; refitted: against a network trained with γ′
-                lost = {g: (own[g] if key == "refit" else own[end]) - value for g, value in curve.items() if g in own}
+                lost = {
+                    g: own[g if key == "refit" else end] - value
+                    for g, value in curve.items()
+                    if key != "refit" or g in own
+                }
                 short = {g: value for g, value in lost.items() if g < 1}  # at 1 only the first f of a stage is left
                 kinds = {"": lost, ", γ′ < 1": short if key == "refit" and short != lost else {}}
                 found += [
                     _most(f"most lost from γ = {end:g}, {name}{k}", v, BARS.get(key)) for k, v in kinds.items() if v
                 ]
     return found
+
+
+def _shares(records: list[Record], end: float) -> list[Finding]:
+    """How large the branches are at the end of a training with this γ."""
+    last = [record["share"][-1] for record in _trained(records, end) if "share" in record.values]
+    if not last:
+        return []
+    largest, middle = [max(values) for values in last], [median(values) for values in last]
+    scales = [max(record["scale"][-1]) for record in _trained(records, end) if "scale" in record.values]
+    decayed = mean(math.exp(-record["efolds"]) for record in _trained(records, end))
+    name = f"scale of f's BatchNorm after training with γ = {end:g}, largest of a block"
+    return [
+        Finding(name, f"{spread(scales, '.3f')} (by weight decay alone {decayed:.3f})"),
+        Finding(f"‖f‖/‖x‖ after training with γ = {end:g}, largest of a block", spread(largest, ".3f")),
+        Finding(f"‖f‖/‖x‖ after training with γ = {end:g}, median of the blocks", spread(middle, ".3f")),
+    ]
+
+
+def _trained(records: list[Record], gamma: float) -> list[Record]:
+    return [r for r in records if r["train"] == r["test"] == gamma]
 
 
 def _most(name: str, lost: dict[float, float], bar: int | None) -> Finding:

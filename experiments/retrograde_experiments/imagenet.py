@@ -22,6 +22,7 @@ from .metrics import Key, Record
 from .run import Context
 from .style import COLOURS, canvas
 from .train import Recipe, build
+from .train.models import FORMS
 from .train.unit import parameters, small_set, trained
 
 NETS = {
@@ -34,6 +35,9 @@ TINTS = {**COLOURS, "momentum-first": "#b45309"}
 class Config:
     data: str = "imagenet"
     depth: int = 101
+    residual: str = (
+        "branch"  # of the momentum networks: the paper's published form, or "relu", He's; the ResNet is He's
+    )
     gamma: float = 0.9
     memory: str = "auto"
     size: int = 224
@@ -66,8 +70,8 @@ class Config:
         smaller = "" if self == Config.paper() else " The paper: depth 101, 100 epochs of batch 256."
         return (
             f"Depth {self.depth}, {self.data} at {self.size}×{self.size}, {self.epochs} epochs, batch {self.batch}, SGD 0.9, "
-            f"rate {self.rate:g} ({self.schedule}), weight decay {self.weight_decay:g}, γ = {self.gamma:g}, AMP {self.amp}, "
-            f"{self.repeats} seed(s).{smaller}"
+            f"rate {self.rate:g} ({self.schedule}), weight decay {self.weight_decay:g}, γ = {self.gamma:g}, {FORMS[self.residual]}, "
+            f"AMP {self.amp}, {self.repeats} seed(s).{smaller}"
         )
 
     def recipe(self) -> Recipe:
@@ -93,9 +97,10 @@ def measure(config: Config, unit: Key, context: Context) -> dict[str, Any]:
     )
     torch.manual_seed(unit["seed"])
     kind, plain = ("revnet" if unit["net"] == "revnet" else "resnet"), unit["net"] == "resnet"
+    velocity = ("learned" if config.residual == "branch" else "first") if unit["net"] == "momentum-first" else "zero"
     net = build(
         f"{kind}{config.depth}", classes=source.classes, size="imagenet", gamma=0.0 if plain else config.gamma,
-        velocity="first" if unit["net"] == "momentum-first" else "zero", memory="store" if plain else config.memory,
+        velocity=velocity, memory="store" if plain else config.memory, residual="relu" if plain else config.residual,
     )  # fmt: skip
     _, curve = trained(net, config.recipe(), source, context)
     return {

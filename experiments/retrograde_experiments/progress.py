@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PAUSE = 10.0  # seconds between two lines of a unit
 REDRAW = 0.2  # seconds; a thread of its own would take time from small networks
@@ -71,6 +70,9 @@ class Shown:
     """Bars on a terminal."""
 
     def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
         self.bars = Bars(
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"), console=console, auto_refresh=False,

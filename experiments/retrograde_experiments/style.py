@@ -16,7 +16,7 @@ NAMES = {
 }  # fmt: skip
 _STYLE: dict[Any, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False,
-    "legend.frameon": False, "figure.facecolor": "white", "lines.linewidth": 2.0,
+    "legend.frameon": False, "svg.hashsalt": "retrograde", "figure.facecolor": "white", "lines.linewidth": 2.0,
 }  # fmt: skip
 
 

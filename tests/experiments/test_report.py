@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from command_line import app
 from retrograde_experiments import table1
-from retrograde_experiments.metrics import CONFIG, METRICS, named
+from retrograde_experiments.metrics import CONFIG, METRICS, named, read_config, read_metrics
 from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import MODULES, load
 from retrograde_experiments.report import default_results, markdown, paper, rows, write
@@ -126,3 +126,19 @@ def test_what_the_repository_keeps_is_whole() -> None:
         assert row.figure is not None, row.name
         assert "/tmp" not in row.command
     assert complete(load("table1"), table1.Config.paper(), []) == (0, 40)
+
+
+@pytest.mark.parametrize("end", [0.0, 1.0])
+@pytest.mark.parametrize(("way", "key"), [("as it is", "plain"), ("statistics anew", "statistics")])
+def test_the_tables_of_gamma_in_the_docs_are_what_the_metrics_give(end: float, way: str, key: str) -> None:
+    folder = default_results() / "gamma"
+    records = [r for r in read_metrics(folder) if r["train"] == end]
+    shown = []
+    for gamma in read_config(folder)["config"]["gammas"]:
+        record = next(r for r in records if r["test"] == gamma)
+        value = record.values.get(key, record["accuracy"] if gamma == end and key == "plain" else None)
+        shown.append("" if value is None else f"{value:.2f}")
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    cells = re.search(rf"\| trained with γ = {end:g}, {way} \|(.*\d{{2}}\.\d{{2}}.*)\|\n", page)
+    assert cells is not None
+    assert [cell.strip() for cell in cells[1].split("|")] == shown

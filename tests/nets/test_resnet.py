@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from problems import assert_same_bits, train_step
-from retrograde.nets.resnet import BasicBlock, MomentumStage, momentum_resnet, resnet, thin_resnet
+from retrograde.nets.resnet import BasicBlock, MomentumStage, ResNet, momentum_resnet, resnet, thin_resnet
 from retrograde.nets.revnet import RevNet, parameters, rev_resnet
 
 PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
@@ -191,3 +191,85 @@ def test_wrong_input() -> None:
         momentum_resnet("thin-resnet20", 1.5)
     with pytest.raises(ValueError, match="size must be one of"):
         resnet(18, size="mnist")
+
+
+def recurrence(net: ResNet, x: Tensor, gamma: float) -> Tensor:
+    """The paper's published network, in floats: He's block, then v ← γ·v + (1−γ)·f(x), x ← x + v, from v = 0 in each stage."""
+    x = net.relu(net.bn1(net.conv1(x)))
+    for i, stage in enumerate(net.stages()):
+        x = stage[0](x)
+        learned = getattr(net, f"velocity{i + 1}", None)
+        v = torch.zeros_like(x) if learned is None else learned(x)
+        for block in list(stage)[1:]:
+            v = gamma * v + (1 - gamma) * block.branch(x)
+            x = x + v
+    return net.fc(net.avgpool(x).flatten(1))
+
+
+@pytest.mark.parametrize("velocity", [None, "learned"])
+@pytest.mark.parametrize("gamma", [0, 0.5, 0.9, 1])
+@pytest.mark.parametrize("depth", [20, 29])
+def test_the_papers_form_is_its_recurrence(depth: int, gamma: float, velocity: str | None) -> None:
+    options = {"factor": 0.0} if gamma == 1 else {}  # γ = 1 as the paper's code has it
+    net = thin_resnet(depth, residual="branch", gamma=gamma, velocity=velocity, **options).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    with torch.no_grad():
+        assert torch.allclose(net(x), recurrence(net, x, gamma), rtol=1e-6, atol=1e-9)
+    plain = thin_resnet(depth, residual="branch").double().eval()
+    if velocity is None:
+        plain.load_state_dict(net.state_dict())
+        with torch.no_grad():
+            assert torch.equal(plain(x), recurrence(plain, x, 0))
+
+
+def test_in_the_papers_form_nothing_follows_the_addition() -> None:
+    he, paper = thin_resnet(20).eval(), thin_resnet(20, residual="branch").eval()
+    paper.load_state_dict(he.state_dict())
+    x = torch.randn(2, 16, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(paper.layer1[0](x), he.layer1[0](x))  # the first block of a stage is He's
+        assert torch.equal(paper.layer1[1](x).relu(), he.layer1[1](x))
+        assert (paper.layer1[1](x) < 0).any()
+
+
+def test_in_the_papers_form_a_stage_of_one_block_takes_no_step() -> None:
+    net, plain = thin_resnet(8, residual="branch", gamma=1, factor=0.0).eval(), thin_resnet(8).eval()
+    net.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(net(x), plain(x))
+
+
+def test_the_papers_form_in_reverse_has_the_bits_of_stored_activations() -> None:
+    nets = {m: thin_resnet(20, residual="branch", gamma=0.9, memory=m) for m in ("store", "reverse")}
+    nets["reverse"].load_state_dict(nets["store"].state_dict())
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    found = {memory: train_step(net, x) for memory, net in nets.items()}
+    assert_same_bits(found["store"], found["reverse"])
+    assert found["reverse"]["layer3.2.conv1.weight"].any()
+    twin = copy.deepcopy(nets["reverse"])
+    with torch.no_grad():
+        twin.layer2[1].conv1.weight.zero_()
+        assert not torch.equal(twin(x), nets["reverse"](x))
+
+
+def test_at_the_literal_gamma_of_1_no_block_gets_a_gradient() -> None:
+    """They get zeros, not None: an optimizer's weight decay reaches them."""
+    net = thin_resnet(20, residual="branch", gamma=1, factor=0.0)
+    net(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    for name, parameter in net.named_parameters():
+        step = name.startswith("layer") and name.split(".")[1] != "0"
+        assert parameter.grad is not None
+        assert bool(parameter.grad.any()) != step or name.endswith("bias"), name
+    limit = thin_resnet(20, residual="branch", gamma=1)
+    limit(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    assert limit.layer1[1].conv1.weight.grad.any()
+
+
+def test_what_the_papers_form_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="factor is for residual='branch'"):
+        thin_resnet(20, gamma=1, factor=0.0)
+    with pytest.raises(ValueError, match="have one form"):
+        thin_resnet(20, residual="branch", gamma=0.9, form="block")
+    with pytest.raises(ValueError, match="residual must be one of"):
+        thin_resnet(20, residual="sum")

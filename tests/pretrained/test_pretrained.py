@@ -20,7 +20,17 @@ from retrograde_experiments.data.cifar import CIFAR10
 from retrograde_experiments.data.folder import SPECS, FolderSpec
 from retrograde_experiments.data.images import Images
 from retrograde_experiments.errors import ExperimentError
-from retrograde_experiments.pretrained import cifar_transfer, imagenet_photos, prepare, report, sentence, weights
+from retrograde_experiments.metrics import Record
+from retrograde_experiments.pretrained import (
+    cifar_transfer,
+    deploy,
+    imagenet_photos,
+    language,
+    prepare,
+    report,
+    sentence,
+    weights,
+)  # fmt: skip
 from retrograde_experiments.pretrained.__main__ import main
 from retrograde_experiments.pretrained.cifar_resnet import CifarResNet
 from retrograde_experiments.pretrained.run import EXPERIMENTS, experiment, run
@@ -319,6 +329,9 @@ def test_experiment(name: str, data: Path, results: Path, small_data: None) -> N
     config = experiment(name).Config.smoke()
     records = run(name, config, results, data, say=lambda line: None)
     assert [r.key for r in records] == experiment(name).units(config)
+    if name.startswith("deploy"):
+        check_deployed(records)
+        return
     plain = [r for r in records if r["gamma"] == 0 and r["way"] == "converted"]
     for record in plain:  # γ = 0 is the plain network
         if name == "sentence":
@@ -339,6 +352,30 @@ def test_experiment(name: str, data: Path, results: Path, small_data: None) -> N
             out = net((images.test_x.float() - mean) / std)
         assert plain[0]["accuracy"] == 100 * int((out.argmax(1) == images.test_y).sum()) / 20
         assert plain[0]["loss"] == pytest.approx(float(nn.functional.cross_entropy(out, images.test_y)), rel=1e-5)
+
+
+def check_deployed(records: list[Record]) -> None:
+    """Fine-tuned alike; as itself and as the plain network the outcomes differ, but for γ = 0, where they are one network."""
+    tuned = [r for r in records if r["task"] != "memory"]
+    assert all(r["own"] == r["plain"] for r in tuned if r["gamma"] == 0)
+    assert all(r["losses"] and r["stopped"] is None for r in tuned)
+    language = [r for r in tuned if r["task"] == "language"]
+    assert all(r["own"] != r["plain"] for r in language if r["gamma"])
+    assert len({r["plain"] for r in language}) == len(language)
+    measured = [r for r in records if r["task"] == "memory"]
+    assert all(r["seconds"] > 0 and r["peak"] is None for r in measured)  # on a CPU there is no peak to be read
+
+
+@pytest.mark.parametrize("method", ["plain", "checkpoint", "reverse"])
+def test_the_loss_in_chunks_is_the_loss(data: Path, method: str) -> None:
+    net, batch = weights.smollm2(data).train(), torch.randint(96, (3, 120))
+    wanted = language.loss(net, batch)
+    if method == "checkpoint":
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = deploy.loss_in_chunks(net, batch)
+    assert torch.allclose(found, wanted, rtol=1e-5)
+    gradients = [torch.autograd.grad(loss, net.model.embed_tokens.weight)[0] for loss in (found, wanted)]
+    assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6)
 
 
 def test_a_run_goes_on_where_it_was(data: Path, tmp_path: Path) -> None:

@@ -63,12 +63,22 @@ def write_pickle(images: Images, folder: Path) -> None:
         (folder / name).write_bytes(pickle.dumps({b"data": x.flatten(1).numpy(), key: y.tolist()}, protocol=2))
 
 
-def write_png(images: Images, folder: Path) -> None:
+def write_mosaic(images: Images, folder: Path) -> None:
     for path in parts(images, folder / "parts", 10**6):
         path.rename(folder / path.name)
 
 
-WRITERS = {"binary": write_binary, "pickle": write_pickle, "png": write_png, "packed": single}
+def write_png(images: Images, folder: Path) -> None:
+    for name, (x, _) in batches(images).items():
+        rows = x.permute(0, 2, 3, 1).reshape(len(x), -1, 3).numpy()
+        Image.fromarray(rows).save(folder / f"{name}.png")
+    for name, y in (("train", images.train_y), ("test", images.test_y)):
+        (folder / f"{name}_lables.json").write_text(json.dumps(y.tolist()))
+
+
+WRITERS = {
+    "binary": write_binary, "pickle": write_pickle, "mosaic": write_mosaic, "png": write_png, "packed": single,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", WRITERS)
@@ -107,6 +117,7 @@ def test_nothing_there_says_what_to_put_where(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "file"), [("binary", "data_batch_3.bin"), ("pickle", "data_batch_3"), ("png", "data_batch_3.png"),
+                         ("mosaic", "data_batch_3.webp"),
                          ("packed", "cifar10.safetensors")],
 )  # fmt: skip
 def test_a_truncated_file_is_named(ten: Images, tmp_path: Path, layout: str, file: str) -> None:

@@ -3,7 +3,9 @@
 binary    data_batch_1.bin … 5.bin, test_batch.bin; train.bin, test.bin: rows of label bytes and 3072 pixels
 pickle    data_batch_1 … 5, test_batch; train, test: dictionaries with `data` and `labels` or `fine_labels`
 png       data_batch_1.png … 5.png, test_batch.png, an image a row, and train_lables.json, test_lables.json (CIFAR-10 alone)
-packed    cifar10.safetensors: train_x, train_y, test_x, test_y, as `python -m retrograde_experiments.data.pack` writes it
+mosaic    data_batch_1.webp … 5.webp, test_batch.webp, images side by side and lossless; labels as for png (CIFAR-10 alone), as
+          `python -m retrograde_experiments.data.pack` writes it in parts
+packed    cifar10.safetensors: train_x, train_y, test_x, test_y, as `python -m retrograde_experiments.data.pack --single` writes it
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def load_cifar(spec: Spec, root: Path) -> Images:
     )
     for folder in [root / name for name in names]:
         for layout, (files, read) in layouts(spec).items():
-            if any((folder / file).exists() for file in files):
+            if any(
+                (folder / file).exists() for file in files if not file.endswith(".json")
+            ):  # two layouts share the labels
                 return _read(spec, folder, layout, files, read)
     wanted = "\n".join(f"  {name}: {', '.join(files)}" for name, (files, _) in layouts(spec).items())
     raise missing(spec.name, root, f"{wanted}\nin the folder itself or in {root / spec.name}", how_to_get(spec, root))
@@ -69,7 +73,8 @@ def layouts(spec: Spec) -> dict[str, tuple[list[str], Callable[[Spec, Path], tup
     }
     if ten:
         labels = ["train_lables.json", "test_lables.json"]  # sic
-        known["png"] = ([f"{name}.png" for name in batches] + labels, _png)
+        known["mosaic"] = ([f"{name}.webp" for name in batches] + labels, _pictures)
+        known["png"] = ([f"{name}.png" for name in batches] + labels, _pictures)
     return known
 
 
@@ -143,13 +148,16 @@ class _Arrays(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file does")
 
 
-def _png(spec: Spec, folder: Path) -> tuple[Part, Part]:
+def _pictures(spec: Spec, folder: Path) -> tuple[Part, Part]:
     image = require("PIL.Image")
+    layout = "mosaic" if (folder / "test_batch.webp").exists() else "png"
 
     def pixels(file: str) -> Tensor:
         try:
             with image.open(folder / file) as opened:
                 rows = np.array(opened.convert("RGB"))
+            if layout == "mosaic":
+                rows = rows.reshape(len(rows) // 32, 32, -1, 32, 3).transpose(0, 2, 1, 3, 4)
             return torch.from_numpy(rows.reshape(-1, 32, 32, 3)).permute(0, 3, 1, 2).contiguous()
         except (OSError, SyntaxError, ValueError) as error:
             raise damaged(folder / file, str(error), how_to_get(spec, folder)) from error
@@ -160,7 +168,7 @@ def _png(spec: Spec, folder: Path) -> tuple[Part, Part]:
         except ValueError as error:
             raise damaged(folder / file, str(error), how_to_get(spec, folder)) from error
 
-    train, test = _split(layouts(spec)["png"][0][:-2])
+    train, test = _split(layouts(spec)[layout][0][:-2])
     return (
         (torch.cat([pixels(file) for file in train]), labels("train_lables.json")),
         (pixels(test[0]), labels("test_lables.json")),

@@ -9,6 +9,7 @@ text         Shakespeare as tokens and sentences; photos: sample photographs
 prepare      from what is downloaded to what is read here; parts small enough to carry
 transfer     convert, re-estimate, refit, warm up: what the experiments have in common
 cifar_transfer, imagenet_photos, language, sentence      one experiment each
+deploy, deploy_images     fine-tuned in reverse, then used as itself and as the plain network; memory and time of a step
 run, store   units of work, in several processes, one line of JSON each
 report       the page from the lines alone
 """

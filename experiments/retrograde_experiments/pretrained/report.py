@@ -11,11 +11,12 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from ..config import from_json
 from ..errors import ExperimentError
+from ..findings import spread
 from ..metrics import Record, write_atomic, writing
 from ..style import canvas, styled
 from .run import EXPERIMENTS, experiment
@@ -24,6 +25,8 @@ from .transfer import kept
 
 Records = list[Record]
 FIGURE = "img/pretrained.png"
+DEPLOYED = "img/deploy.svg"
+PRECISIONS = {"float32": "#6b7280", "bfloat16": "#ea580c"}
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
     "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
@@ -54,6 +57,9 @@ def write(results: Path, page: Path) -> list[str]:
             (page.parent / FIGURE).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(page.parent / FIGURE, drawn({name: records for name, (_, records) in runs.items()}))
             made.append(str(page.parent / FIGURE))
+        if "deploy" in runs:
+            write_atomic(page.parent / DEPLOYED, drawn_deploy(runs["deploy"][1]))
+            made.append(str(page.parent / DEPLOYED))
     return made
 
 
@@ -172,8 +178,90 @@ def _imagenet(records: Records) -> str:
     return "\n\n".join(out)
 
 
+def _deploy(records: Records) -> str:
+    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
+    out = []
+    if tuned:
+        out += ["Perplexity, mean ± standard deviation over the seeds", _tuned(tuned, "perplexity", ".2f")]
+    for dtype in dict.fromkeys(r["dtype"] for r in measured):
+        mine = [r for r in measured if r["dtype"] == dtype]
+        base = next((r for r in mine if r["method"] == "checkpoint"), None)
+        rows = [
+            [
+                f"in reverse, γ = {_fraction(r['gamma'])}" if r["gamma"] else NAMED[r["method"]],
+                "–" if r["peak"] is None else f"{r['peak'] / 1e6:.0f} MB",
+                _times(r["peak"], None if base is None else base["peak"]),
+                f"{1e3 * r['seconds']:.0f} ms",
+                _times(r["seconds"], None if base is None else base["seconds"]),
+            ]
+            for r in sorted(mine, key=lambda r: (r["gamma"], r["method"] == "checkpoint"))
+        ]
+        out += [f"A step in {dtype}", grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)]
+    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ, and the peak memory of a step]({DEPLOYED})"])
+
+
+NAMED = {"plain": "plain", "checkpoint": "plain, checkpointed layer by layer"}
+SHORT = {"plain": "plain", "checkpoint": "plain, checkpointed"}
+
+
+def _deploy_images(records: Records) -> str:
+    out = []
+    for task, name in (("hymenoptera", "ResNet-50, hymenoptera"), ("cifar", "ResNet-56, CIFAR-10")):
+        mine = [r for r in records if r["task"] == task]
+        out += [f"**{name}**, test accuracy in %", _tuned(mine, "accuracy", ".2f")] if mine else []
+    return "\n\n".join(out)
+
+
+def _tuned(records: Records, what: str, form: str) -> str:
+    """Before fine-tuning, after it as itself and as the plain network, and how far the latter is from plain fine-tuning, by seed."""
+    plain = {r["seed"]: r["plain"] for r in records if not r["gamma"]}
+    rows = []
+    for gamma in _gammas(records):
+        mine = [r for r in records if r["gamma"] == gamma]
+        before = [r["before"] for r in mine if r.values.get("before") is not None]
+        apart = [r["plain"] - plain[r["seed"]] for r in mine if r["seed"] in plain]
+        rows.append(
+            [
+                _fraction(gamma) if gamma else "0, plain",
+                _short(median(before)) if before else "–",
+                spread([r["own"] for r in mine], form),
+                spread([r["plain"] for r in mine], form),
+                _signed(spread(apart, form)) if gamma and apart else "",
+            ]
+        )
+    head = [
+        "γ",
+        f"{what} before",
+        "fine-tuned, as itself",
+        "fine-tuned, reverted to the plain network",
+        "less plain fine-tuning",
+    ]
+    return grid(head, rows)
+
+
+def _signed(text: str) -> str:
+    """
+    >>> _signed("0.12 ± 0.05"), _signed("-0.1")
+    ('+0.12 ± 0.05', '-0.1')
+    """
+    return text if text.startswith("-") else f"+{text}"
+
+
+def _times(value: float | None, base: float | None) -> str:
+    return "–" if value is None or not base else f"{value / base:.2f}"
+
+
+def _fraction(gamma: float) -> str:
+    """
+    >>> _fraction(0.125), _fraction(0.9)
+    ('1/8', '0.9')
+    """
+    return f"1/{round(1 / gamma)}" if gamma and (1 / gamma).is_integer() else f"{gamma:g}"
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
+    "deploy": _deploy, "deploy-images": _deploy_images,
 }  # fmt: skip
 
 
@@ -247,3 +335,53 @@ def _curves(axis: Any, records: Records, value: str) -> None:
             )
         if mine:
             axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, markersize=4, label=label)
+
+
+def drawn_deploy(records: Records) -> bytes:
+    """The figure, as SVG: perplexity after fine-tuning over γ, and the peak memory of a step."""
+    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
+    data = io.BytesIO()
+    with styled():
+        picture, (left, right) = canvas(9, 3.6, 1, 2)
+        _draw_perplexity(left, tuned)
+        _draw_memory(right, [r for r in measured if r["peak"] is not None])
+        picture.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
+    return data.getvalue()
+
+
+def _draw_perplexity(axis: Any, records: Records) -> None:
+    plain, gammas = [r["plain"] for r in records if not r["gamma"]], [g for g in _gammas(records) if g]
+    if plain:
+        axis.axhspan(min(plain), max(plain), color="#d1d5db", label="plain fine-tuning, all seeds")
+    for key, name, colour, marker in (
+        ("own", "in reverse, as itself", "#ea580c", "o"),
+        ("plain", "in reverse, then reverted to the plain network", "#2563eb", "s"),
+    ):
+        found = [[r[key] for r in records if r["gamma"] == g] for g in gammas]
+        axis.plot(gammas, [mean(each) for each in found], f"{marker}-", color=colour, markersize=4, label=name)
+        for g, each in zip(gammas, found, strict=True):
+            axis.plot([g] * len(each), each, ".", color=colour, markersize=3, alpha=0.5)
+    axis.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_xticks(gammas, [_fraction(g) for g in gammas])
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=8)
+
+
+def _draw_memory(axis: Any, records: Records) -> None:
+    """A pair of bars, for the two precisions, of every way to make a step."""
+    ways = sorted({(r["gamma"], r["method"] == "checkpoint", r["method"]) for r in records})
+    names = [f"in reverse, γ = {_fraction(g)}" if g else SHORT[method] for g, _, method in ways]
+    for shift, (dtype, colour) in zip((-0.2, 0.2), PRECISIONS.items(), strict=True):
+        peaks = {(r["gamma"], r["method"]): r["peak"] / 1e9 for r in records if r["dtype"] == dtype}
+        rows = [row for row, (g, _, method) in enumerate(ways) if (g, method) in peaks]
+        values = [peaks[ways[row][0], ways[row][2]] for row in rows]
+        bars = axis.barh([row + shift for row in rows], values, 0.38, color=colour, label=dtype)
+        axis.bar_label(bars, [f"{value:.{1 if value > 1 else 2}f}" for value in values], padding=3, fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set(xlabel="peak memory of a step, GB")
+    if records:
+        axis.legend(fontsize=8, loc="lower right")

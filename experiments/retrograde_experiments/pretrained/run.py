@@ -25,7 +25,8 @@ from ..hardware import hardware
 from ..metrics import Key, Record, named
 from .store import Store
 
-EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence"}
+EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence",
+               "deploy": "deploy", "deploy-images": "deploy_images"}  # fmt: skip
 
 
 def experiment(name: str) -> Any:

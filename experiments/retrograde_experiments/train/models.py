@@ -5,6 +5,8 @@
     revnet101         as many parameters as the resnet of that name
 
 γ = 0 with memory="store" is the plain ResNet, its code and all; γ = 0 with another mode runs it block by block.
+residual="branch" is the form of the paper's published code: nothing follows the addition, the first block of a stage is plain, and
+γ = 1 is taken literally, so that f has the factor 1 − γ = 0.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from retrograde.nets.revnet import rev_resnet
 from ..errors import ExperimentError
 from ..private import momentum_options
 
+FORMS = {"branch": "nothing after the addition", "relu": "a ReLU after the addition"}
 VELOCITIES = {"zero": None, "first": "first", "learned": "learned"}
 
 
 def build(
     name: str, *, classes: int, channels: int = 3, size: str = "cifar", gamma: float = 0.9, velocity: str = "zero",
     memory: str = "auto", verify: str = "auto", overflow: str = "raise", fixed_point: str = "auto",
+    residual: str = "relu",
 ) -> nn.Module:  # fmt: skip
     """The network of that name.
 
@@ -37,6 +41,7 @@ def build(
         velocity: v₀: "zero"; "first", f(x₀) of each stage's first block; "learned", of a block of its own.
         memory, verify, overflow: as in `MomentumNet`.
         fixed_point: "auto" or "int16"; a RevNet has none.
+        residual: "relu" or "branch", see above; a RevNet has neither.
     """
     match = re.fullmatch(r"(resnet|thin-resnet|revnet)(\d+)(?:(?<=\d)x([1-9]\d?))?", name)
     if match is not None and match[3] and match[1] != "thin-resnet":
@@ -53,7 +58,9 @@ def build(
             f"fixed_point={fixed_point} is for momentum networks; {name} holds its streams in 32 bits."
         )
     momentum = {"gamma": gamma, "velocity": VELOCITIES[velocity], **options}
+    momentum |= {"factor": 0.0} if residual == "branch" and gamma == 1 else {}
     momentum = {} if gamma == 0 and memory == "store" else momentum
+    momentum["residual"] = residual
     try:
         if kind == "revnet":
             net: nn.Module = rev_resnet(depth, size=size, classes=classes, **options)

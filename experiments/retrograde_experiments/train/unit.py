@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from .fit import fit
 from .learner import Learner
 from .setting import Recipe
 
-Curve = dict[str, list[float]]
+Curve = dict[str, list[Any]]
 
 
 def small_set(name: str) -> Images:
@@ -32,10 +33,14 @@ def _small_set(name: str, root: Path) -> Images:
     return load(name, root)
 
 
-def trained(net: nn.Module, recipe: Recipe, source: Source, context: Context) -> tuple[Learner, Curve]:
-    """Train a network, or go on training it. The curve has one value per epoch: `train_loss`, `test_loss`, `accuracy`."""
+def trained(
+    net: nn.Module, recipe: Recipe, source: Source, context: Context,
+    also: Callable[[nn.Module], dict[str, Any]] = lambda net: {},
+) -> tuple[Learner, Curve]:  # fmt: skip
+    """Train a network, or go on training it. The curve has one value per epoch: `train_loss`, `test_loss`, `accuracy`, and what `also`
+    finds of the network after each."""
     learner = Learner(net.to(context.device), recipe, source.steps)
-    unit = _Unit(context, learner)
+    unit = _Unit(context, learner, also)
     fit(learner, source, unit)
     return learner, unit.curve
 
@@ -43,8 +48,9 @@ def trained(net: nn.Module, recipe: Recipe, source: Source, context: Context) ->
 class _Unit:
     """Tells the framework how the training goes."""
 
-    def __init__(self, context: Context, learner: Learner) -> None:
+    def __init__(self, context: Context, learner: Learner, also: Callable[[nn.Module], dict[str, Any]]) -> None:
         self.context = context
+        self.also = also
         self.curve: Curve = {"train_loss": [], "test_loss": [], "accuracy": []}
         saved = context.checkpoint.load()
         if saved is not None:
@@ -58,8 +64,8 @@ class _Unit:
 
     def tested(self, learner: Learner, epoch: int, values: dict[str, float]) -> None:
         loss = learner.loss()
-        for name, value in {"train_loss": loss, **values}.items():
-            self.curve[name].append(value)
+        for name, value in {"train_loss": loss, **values, **self.also(learner.net)}.items():
+            self.curve.setdefault(name, []).append(value)
         self.context.progress.step(f"epoch {epoch + 1}: loss {loss:.3f}, test {values['accuracy']:.2f} %")
         if loss != loss:
             raise ExperimentError(f"the loss is not a number after epoch {epoch + 1}: a lower rate is needed.")

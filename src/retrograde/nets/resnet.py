@@ -5,13 +5,20 @@
     thin_resnet(depth)   three stages of 16, 32, 64 channels for CIFAR: basic blocks, depth 6n + 2 (20 … 110, 1202), or bottlenecks,
                          depth 9n + 2 (29 … 1199)
 
-Parameter names are torchvision's, so its state_dicts load. Every stage is an `nn.Sequential` of blocks that compute
-relu(x + f(x)); all but the first keep x's shape. With `gamma` those run as a momentum network,
+Parameter names are torchvision's, so its state_dicts load. Every stage is an `nn.Sequential` of blocks, and `residual` says what they
+compute after the first, which strides:
 
-    v ← γ·v + (1−γ)·(block(x) − x)        x ← x + v
+    residual="relu"      relu(x + f(x)), He's block. The momentum step takes f(x) = block(x) − x, ReLU included.
+    residual="branch"    x + f(x), f = bn(conv(…)): nothing follows the addition. The paper's published image networks are of this form:
+                         the first block of each stage is He's, the others are the f of momentum steps, and v starts anew in each stage.
 
-and the parameters keep their names: a plain network's state_dict loads into its momentum form and back. The paper's depth 1201 is
-the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
+With `gamma` the blocks that keep x's shape (residual="branch": all but the first of each stage) run as a momentum network,
+
+    v ← γ·v + (1−γ)·f(x)        x ← x + v
+
+and the names of the parameters stay the same: a plain network's state_dict loads into its momentum form and back. With form="relu"
+the steps ask He's blocks for f and form relu(x + f(x)) themselves. The
+paper's depth 1201 is the 1202 of thin_resnet: its 1201 convolutions and one linear layer.
 """
 
 from __future__ import annotations
@@ -77,15 +84,43 @@ class Bottleneck(_Block):
         return self.bn3(self.conv3(self.relu(self.bn2(self.conv2(x)))))
 
 
-class Velocity(nn.Module):
-    """v₀ = f(x₀) with the f of a block of its own, which is learned [sander2021, Sec. 5.2]."""
-
-    def __init__(self, block: _Block) -> None:
-        super().__init__()
-        self.block = block
+class _Sum(_Block):
+    """x + f(x), and nothing after the addition. Keeps the shape of x."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block.branch(x)
+        return self.branch(x) + x
+
+
+class BasicSum(_Sum, BasicBlock):
+    """`BasicBlock` without the ReLU after the addition."""
+
+
+class BottleneckSum(_Sum, Bottleneck):
+    """`Bottleneck` without the ReLU after the addition."""
+
+
+_SUMS: dict[type[_Block], type[_Block]] = {BasicBlock: BasicSum, Bottleneck: BottleneckSum}
+
+
+class Branch(nn.Module):
+    """f(x) of a block, times a factor.
+
+    Args:
+        block: keeps the shape of x; what it does after f is left out.
+    """
+
+    def __init__(self, block: _Block, factor: float = 1.0) -> None:
+        super().__init__()
+        self.block = block
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.block.branch(x)
+        return f if self.factor == 1 else self.factor * f
+
+
+class Velocity(Branch):
+    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2]."""
 
 
 class RectifiedNet(MomentumNet):
@@ -119,44 +154,68 @@ class MomentumStage(nn.Sequential):
     Args:
         blocks: the stage's blocks.
         gamma: γ.
-        form: "block": the blocks run whole. "relu": the blocks compute f and the steps form relu(x + f), in fewer passes over
-            memory: the same outputs to the bit, gradients up to rounding, and one bit kept per element and block. None: "relu" if
-            all blocks are proved to compute that and there are at most `DEEPEST` of them, else "block".
+        form: for He's blocks. "block": the blocks run whole; "relu": their branches, and the steps form relu(x + f), in fewer passes
+            over memory: the same outputs to the bit, gradients up to rounding, and one bit an element and block kept; None: "relu" if
+            all blocks are proved to compute that and there are not too many of them (`relu.DEEPEST`), else "block".
+        factor: for blocks of residual="branch": f is multiplied by it. factor=0 with gamma=1 is γ = 1 as the paper's code has it,
+            v ← 1·v + 0·f, where no f arrives and no block gets a gradient; gamma=1 alone is the Hamiltonian limit, v ← v + f.
         options: `velocity`, `memory`, `fixed_point`, `verify`, `overflow`, as in `MomentumNet`.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], gamma: Any, form: str | None = None, factor: float = 1.0, **options: Any
+    ) -> None:
         super().__init__(*blocks)
-        kept = [block for block in blocks if getattr(block, "downsample", None) is None]
+        self.factor = factor
+        sums: list[nn.Module] = [block for block in blocks if isinstance(block, _Sum)]
+        kept = sums or [block for block in blocks if getattr(block, "downsample", None) is None]
         self.first = len(blocks) - len(kept)
+        self.__dict__["momentum"] = self._network(
+            kept, bool(sums), gamma, form, options
+        )  # not as a submodule: the blocks are, already
+        self.owner = id(self)
+
+    def _network(
+        self, kept: list[nn.Module], sums: bool, gamma: Any, form: str | None, options: dict[str, Any]
+    ) -> MomentumNet | None:
+        """The momentum network of the blocks that keep their shape; None if there are none."""
+        if sums:
+            if form is not None:
+                raise ValueError(
+                    f"form={form!r} is for He's blocks; those of residual='branch' have one form. Leave it out."
+                )
+            return MomentumNet(self._steps(kept), gamma, form="branch", **options)
         other = next((block for block in kept if branch_of(block) is None), None)
         if form is not None and choice("form", form, ("block", "relu")) == "relu" and other is not None:
             raise ValueError(
                 f"{type(other).__name__} is not known to compute relu(x + f(x)), which form='relu' needs. Use form='block', or None."
             )
-        rectifies = form == "relu" or (form is None and other is None and len(kept) <= DEEPEST)
-        net: MomentumNet | None = None
-        if kept and rectifies:
-            net = RectifiedNet(kept, gamma, **options)
-        elif kept:
-            net = MomentumNet(kept, gamma, form="block", **options)
-        self.__dict__["momentum"] = net  # not as a submodule: its blocks are submodules already
-        self.owner = id(self)
+        if not kept:
+            return None
+        if form == "relu" or (form is None and other is None and len(kept) <= DEEPEST):
+            return RectifiedNet(kept, gamma, **options)
+        return MomentumNet(kept, gamma, form="block", **options)
+
+    def _steps(self, kept: list[nn.Module]) -> list[nn.Module]:
+        """What the momentum network runs of these blocks."""
+        return [Branch(block, self.factor) if isinstance(block, _Sum) else block for block in kept]
 
     @property
     def momentum(self) -> MomentumNet | None:
         """The network of the blocks that keep their shape, as these are now; None if there are none."""
         net = self.__dict__["momentum"]
-        if net is None:
-            return None
-        if self.__dict__.get("owner") != id(self):  # a copy (a replica, say) that shares it would run another's blocks
-            rest = [module for module in net.modules() if module not in (net, net.blocks)]
-            net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
-            self.owner = id(self)
-        kept = list(self)[self.first :]
-        if len(kept) != len(net.blocks) or not all(map(is_, kept, net.blocks)):
-            net.blocks = nn.ModuleList(kept)
-        net.training = self.training  # train() and eval() do not reach it
+        if net is not None:
+            if self.__dict__.get("owner") != id(
+                self
+            ):  # a copy that shares it (a replica, say) would run another's blocks
+                rest = [module for module in net.modules() if module not in (net, net.blocks)]
+                net = self.__dict__["momentum"] = copy.deepcopy(net, {id(module): module for module in rest})
+                self.owner = id(self)
+            kept = list(self)[self.first :]
+            run = [step.block if isinstance(step, Branch) else step for step in net.blocks]
+            if len(kept) != len(run) or not all(map(is_, kept, run)):
+                net.blocks = nn.ModuleList(self._steps(kept))
+            net.training = self.training  # train() and eval() do not reach it
         return net
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,9 +234,10 @@ class ResNet(nn.Module):
         width: channels inside the blocks of the first stage; each further stage has twice as many and half the resolution.
         stem: "imagenet": 7×7, stride 2, and pooling; "cifar": 3×3.
         classes: outputs.
+        residual: "relu": He's blocks; "branch": the paper's (see above).
         gamma: None for the plain network, else γ of the momentum stages.
-        options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage one block more, whose f makes v₀
-            (`Velocity`). It does not change the initial weights of the other blocks.
+        options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
+            (`Velocity`); the others start as without.
 
     >>> import torch
     >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
@@ -187,11 +247,14 @@ class ResNet(nn.Module):
 
     def __init__(
         self, block: type[BasicBlock] | type[Bottleneck], stages: Sequence[int], *, width: int = 64, stem: str = "imagenet",
-        classes: int = 1000, gamma: Any = None, **options: Any,
+        classes: int = 1000, residual: str = "relu", gamma: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        other = block if choice("residual", residual, ("relu", "branch")) == "relu" else _SUMS[block]
         if gamma is None and options:
             raise ValueError(f"{', '.join(options)} are options of momentum stages; pass gamma, too.")
+        if residual == "relu" and "factor" in options:
+            raise ValueError("factor is for residual='branch' alone.")
         learned = options.get("velocity") == "learned"
         options |= {"velocity": None} if learned else {}
         imagenet = choice("stem", stem, ("imagenet", "cifar")) == "imagenet"
@@ -202,17 +265,23 @@ class ResNet(nn.Module):
         for i, count in enumerate(stages):
             inner, blocks = width * 2**i, []
             for k in range(whole("stages", count)):
-                blocks.append(block(channels, inner, 2 if i and not k else 1))
+                blocks.append((other if k else block)(channels, inner, 2 if i and not k else 1))
                 channels = inner * block.expansion
-            stage = nn.Sequential(*blocks) if gamma is None else MomentumStage(blocks, gamma, **options)
+            plain = gamma is None or (residual == "branch" and len(blocks) == 1)
+            stage = nn.Sequential(*blocks) if plain else MomentumStage(blocks, gamma, **options)
             self.add_module(f"layer{i + 1}", stage)
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(channels, whole("classes", classes))
-        _initialise(self)
+        _start(self)
+        if learned:
+            self._learn(block, width)
+
+    def _learn(self, block: type[BasicBlock] | type[Bottleneck], width: int) -> None:
+        """A block for the v₀ of each momentum stage."""
         for i, stage in enumerate(self.stages()):
-            if learned and isinstance(stage, MomentumStage) and stage.momentum is not None:
+            if isinstance(stage, MomentumStage) and stage.momentum is not None:
                 inner = width * 2**i
                 velocity = Velocity(block(inner * block.expansion, inner))
-                _initialise(velocity)
+                _start(velocity)
                 self.add_module(f"velocity{i + 1}", velocity)
                 stage.momentum.velocity = velocity
 
@@ -221,7 +290,7 @@ class ResNet(nn.Module):
         for i, stage in enumerate(self.stages()):
             velocity, net = getattr(self, f"velocity{i + 1}", None), getattr(stage, "momentum", None)
             if velocity is not None and net is not None and net.velocity is not velocity:
-                net.velocity = velocity  # somebody replaced it, or this is a replica
+                net.velocity = velocity  # another one was put in its place, or this is a replica
             x = stage(x)
         return self.fc(self.avgpool(x).flatten(1))
 
@@ -231,7 +300,7 @@ class ResNet(nn.Module):
 
 
 def resnet(depth: int, *, size: str = "imagenet", classes: int | None = None, **settings: Any) -> ResNet:
-    """ResNet-18, -34, -50, -101 or -152, for images of ImageNet's or CIFAR's size. `settings`: `gamma` and its options."""
+    """ResNet-18, -34, -50, -101 or -152, for images of ImageNet's or CIFAR's size. `settings`: `residual`, `gamma` and its options."""
     if depth not in _STAGES:
         raise ValueError(
             f"depth must be one of {', '.join(map(str, _STAGES))}; got {depth!r}. thin_resnet makes other depths for CIFAR."
@@ -270,7 +339,7 @@ def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
     Args:
         name: "resnet101" (ImageNet), "cifar-resnet101", or "thin-resnet110".
         gamma: γ; 0 is the plain network.
-        settings: `classes`, and the options of `MomentumStage`.
+        settings: `classes`, `residual`, and the options of `MomentumStage`.
     """
     kind, _, depth = name.rpartition("resnet")
     if kind not in ("", "cifar-", "thin-") or not depth.isdigit():
@@ -282,7 +351,7 @@ def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
     return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
 
 
-def _initialise(module: nn.Module) -> None:
+def _start(module: nn.Module) -> None:
     for m in module.modules():
         if isinstance(m, nn.Conv2d):
             nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
@@ -293,7 +362,7 @@ def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _shortcut(channels: int, width: int, stride: int) -> nn.Module | None:
-    """None where x already has the shape of f(x)."""
+    """None where x itself will do."""
     if stride == 1 and channels == width:
         return None
     return nn.Sequential(_conv(channels, width, 1, stride), nn.BatchNorm2d(width))
