@@ -112,4 +112,5 @@ def momentum_options(memory: str | int, fixed_point: str | tuple[int, torch.dtyp
     {'memory': 8000, 'fixed_point': 'int16', 'verify': 'strict'}
     """
     fixed = FixedPoint(*fixed_point) if isinstance(fixed_point, tuple) else fixed_point
-    return {"memory": memory, "fixed_point": fixed, "verify": verify}
+    options = {"memory": memory, "fixed_point": fixed, "verify": verify}
+    return {name: value for name, value in options.items() if name == "memory" or value != "auto"}

@@ -42,7 +42,7 @@ def test_converted_trained_and_reverted(name: str) -> None:
     state = copy.deepcopy(model.state_dict())
     found = {}
     for mode in ("store", "reverse", *(["checkpoint"] if name in ALSO_CHECKPOINTED else [])):
-        rg.convert(model, gamma=0.9, memory=mode, verify="off" if mode == "store" else "end")
+        rg.convert(model, gamma=0.9, memory=mode, verify="off" if mode == "store" else "strict")
         found[mode] = step(model, call)
         assert list(model.state_dict()) == list(state)
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

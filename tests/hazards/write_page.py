@@ -70,7 +70,7 @@ and the others are wrong there as well, or right by luck where the quantity ente
 
 The default, `verify="auto"`, finds it, in reverse and in checkpoint mode. Gradients are made of what a block saves for
 autograd and of nothing else. So a sample of every tensor saved is hashed at the first run and at the replay: all of it up to
-1,024 elements, beyond that as many, evenly spread. This also finds what enters a gradient and not the output: something
+256 elements, beyond that as many, evenly spread. This also finds what enters a gradient and not the output: something
 random behind a gate of zeros (ReZero, LayerScale, LoRA at the start), the mask of a straight-through estimator, a factor that
 a Function of one's own saves. In reverse mode the whole state is hashed as well, at the first block that is replayed, on the
 way forward and when backward is back there: a wrong output anywhere above moves it.

@@ -98,7 +98,7 @@ def unbudgeted(net: rg.MomentumNet) -> rg.MomentumNet:
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("form", ["branch", "block"])
-@pytest.mark.parametrize("verify", ["end", "blocks"])
+@pytest.mark.parametrize("verify", ["auto", "strict"])
 def test_every_plan_has_the_same_bits(kind: str, form: str, verify: str) -> None:
     """Each number of reversed, kept and stored blocks, checked by `verify` as it goes."""
     net, x = budgeted(kind, form=form, verify=verify)

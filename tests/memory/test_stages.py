@@ -140,7 +140,7 @@ def test_the_prediction_of_the_leanest_step() -> None:
 
 
 def test_each_kind_of_input_has_its_plan() -> None:
-    model = converted(first_deep(), memory=4_300_000)
+    model = converted(first_deep(), memory=4_100_000)
     few, many = IMAGES[:2], IMAGES
     model(many)
     kept = used(model)
@@ -226,7 +226,7 @@ def test_a_stage_that_runs_twice_keeps_the_least() -> None:
 
 
 def test_copies_pickles_and_revert() -> None:
-    model = converted(first_deep(), memory=4_300_000)
+    model = converted(first_deep(), memory=4_100_000)
     expected = bits(model)
     assert "reverse 3, keep input 2" in used(model).values()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -234,7 +234,7 @@ def test_copies_pickles_and_revert() -> None:
         assert used(other) == used(model)
     plain = first_deep()
     before = anatomy(plain)
-    converted(plain, memory=4_300_000)(IMAGES)
+    converted(plain, memory=4_100_000)(IMAGES)
     rg.revert(plain)
     after = anatomy(plain)
     assert {path: found[:3] for path, found in after.items() if path != "parameters"} == {
@@ -289,9 +289,9 @@ def test_a_model_that_needs_values_is_planned_from_its_first_step(head: bool) ->
 
 
 def test_plan_shows_it() -> None:
-    plan = rg.plan(first_deep(), IMAGES, memory=4_300_000)
-    assert plan.peaks["auto"].peak <= 4_300_000
-    model = converted(first_deep(), memory=4_300_000)
+    plan = rg.plan(first_deep(), IMAGES, memory=4_100_000)
+    assert plan.peaks["auto"].peak <= 4_100_000
+    model = converted(first_deep(), memory=4_100_000)
     model(IMAGES)
     assert {row.path: row.mode for row in plan.rows if row.mode != "as it is"} == used(model)
     assert any("keep input" in row.mode for row in plan.rows)

@@ -16,8 +16,8 @@ import retrograde as rg
 from problems import Mlp, conv
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
-from retrograde.reverse.nodes import SameThread
 from retrograde.reverse.replay import Extra
+from retrograde.reverse.surroundings import SameThread
 
 REPLAYING = ["reverse", "checkpoint"]
 

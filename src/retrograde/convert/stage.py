@@ -216,8 +216,9 @@ class Stage:
             mine = entry.x()
             if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
                 raise ReplayError(
-                    f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: the model "
-                    "checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need no checkpoints."
+                    f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
+                    "the model checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need "
+                    "no checkpoints."
                 )
             through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
             entry.run.resume(x, through)

@@ -32,7 +32,7 @@ from .deferred import Deferred, check_capturable
 from .replay import WHEN_NOT_REPEATED, Call
 
 CHOICES = ("auto", "strict", "off")
-SAMPLE = 1024
+SAMPLE = 256
 """Elements of each tensor that "auto" hashes."""
 AFTERWARDS = (
     "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
@@ -117,7 +117,7 @@ class Checks:
         if self.state in seen:
             wrong[self.state] = left[self.state] != 0
         names = tuple(self.names.items())
-        self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names), names)
+        self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
 
     def _add(self, k: int, saved: list[Tensor], y: Any, into: Tensor, sign: int) -> None:
         """Add sign times the fingerprint to `into`."""
@@ -141,11 +141,13 @@ _NOT_REWOUND = (
 )
 
 
-def _judge(names: tuple[tuple[int, str], ...], wrong: Tensor, when: str) -> None:
+def _judge(names: tuple[tuple[int, str], ...], state: int, wrong: Tensor, when: str) -> None:
     if not wrong.any():
         return
-    name = next((name for k, name in names if wrong[k]), None)
-    what = _NOT_REWOUND if name is None else f"{name}, run again, saved other values for autograd than in forward."
+    differs = [name for k, name in names if wrong[k]]
+    what = f"{differs[-1]}, run again, saved other values for autograd than in forward." if differs else ""
+    if wrong[state]:  # then blocks below the culprit were run again on another input
+        what = _NOT_REWOUND + (f" It is {differs[-1]} or one after it." if differs else "")
     raise ReplayError(f"the gradients of {when} backward pass are wrong: {what} {WHEN_NOT_REPEATED} {AFTERWARDS}")
 
 

@@ -23,10 +23,11 @@ from .checks import Checks
 from .deferred import Deferred, check_capturable
 from .inputs import check_output
 from .momentum import FORMS
-from .nodes import Enter, Leave, Rejoin, SameThread, Step, applied, observed
+from .nodes import Enter, Leave, Rejoin, Step, applied, observed
 from .parts import Memo
 from .replay import Call, Extra, Frame
 from .residual import Residual
+from .surroundings import SameThread
 from .tape import Kept, Tape
 
 Block = Callable[..., Any]
@@ -88,6 +89,7 @@ class Pass:
         if self.tracked and self.reversed:
             self.state.reversible = True
         self.tape = Tape(self.state, self.checks)
+        self.thread = SameThread() if self.tracked and replayed and self.device.type == "cuda" else None
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
@@ -137,7 +139,6 @@ class Pass:
         if not self.tracked:  # so far: the blocks before have no part in gradients
             self._record()
             self.tape.at = self.k
-            self.state.gradient.thread = SameThread() if x.is_cuda else None
             self.tokens = [self.state.token() for _ in range(self.state.tokens)]
             through = True
         if through:
@@ -183,7 +184,7 @@ class Pass:
         reverses = 0 < self.reversed > k
         kept = None if reverses else Kept(x.detach())
         call = Call(block, extra, name, memo=self.memo)
-        frame = Frame(call, self.tape if kept is None else kept, k, self.checks)
+        frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)
         y = self.check(frame.run(x, None if self.look is None else partial(self.look, k, frame)), x, name)
         if kept is None:
             self.tape.calls[k] = call

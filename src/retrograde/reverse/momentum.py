@@ -34,7 +34,7 @@ from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
 from ..arithmetic.reference import carried, packed, scaled, unpacked
 from ..errors import ReplayError
-from .nodes import SameThread, keeps_graph, traced
+from .nodes import keeps_graph, traced
 from .range import MOST_GUARD, PassRange
 from .scheme import Gradients, State
 
@@ -108,11 +108,10 @@ class MomentumGradient:
         observed: layers whose input somebody looks at (`nodes.Rejoin`): there gx is given in full.
     """
 
-    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, kernels: Any, thread: SameThread | None) -> None:
+    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, kernels: Any) -> None:
         self.recurrence = recurrence
         self.dtype = dtype
         self.kernels = kernels
-        self.thread = thread
         self.form = FORMS.index(recurrence.form)
         self.strides: tuple[int, ...] = ()
         self.masks: dict[int, Tensor] = {}
@@ -241,8 +240,7 @@ class Momentum(State):
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
         dtype = x0.dtype if x0.dtype == torch.bfloat16 else seen.fixed.work
-        thread = SameThread() if x0.is_cuda and torch.is_grad_enabled() else None
-        self.gradient = MomentumGradient(recurrence, dtype, self.kernels, thread)
+        self.gradient = MomentumGradient(recurrence, dtype, self.kernels)
         self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
         self.x = torch.empty_like(x0.detach(), dtype=seen.fixed.dtype)
         self.v = torch.zeros_like(self.x)

@@ -18,7 +18,6 @@ the sum as x is rounded.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -112,27 +111,3 @@ def traced(*gradients: Tensor | None) -> bool:
 def keeps_graph() -> bool:
     """Whether the graph may be run through again after this backward pass."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-class SameThread:
-    """While one is alive, backward passes started on this thread also run on it.
-
-    NOTE 6 (same thread). cuDNN autotunes per thread, and autograd runs CUDA work on threads of its own: with
-    `cudnn.benchmark` a replay there could pick another algorithm and other bits. The setting is put back when the
-    graph that holds this object goes; backward itself restores, on its way out, the setting it was started with.
-    """
-
-    alive = threading.local()
-
-    def __init__(self) -> None:
-        self.owner = threading.get_ident()
-        self.alive.count = getattr(self.alive, "count", 0) + 1
-        if self.alive.count == 1:
-            self.alive.before = torch._C._is_multithreading_enabled()
-            torch._C._set_multithreading_enabled(False)
-
-    def __del__(self) -> None:
-        if threading.get_ident() == self.owner:
-            self.alive.count -= 1
-            if self.alive.count == 0:
-                torch._C._set_multithreading_enabled(self.alive.before)

@@ -15,7 +15,7 @@ NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and runn
     replay, and restored after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C
     cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
-NOTE 6 (same thread). See `nodes.SameThread`.
+NOTE 6 (same thread). See `surroundings.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
     are freed after each block.
 NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
@@ -37,9 +37,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
 from .parts import Memo, parts_of
-from .rng import Generators, Undrawn, shared
+from .surroundings import Autocast, Generators, Undrawn, autocast_state, shared
 
-Autocast = list[tuple[str, bool, torch.dtype, bool]]
 version = attrgetter("_version")
 _all_at_once = deque[Any](maxlen=0).extend
 """Runs an iterator to its end in one call into C."""
@@ -66,7 +65,7 @@ class Extra:
         """The generators that a block may draw from, and how autocast is set."""
         if self._around is None:
             devices = tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
-            self._around = Generators(devices, self.generators), _autocast_state(x.device.type)
+            self._around = Generators(devices, self.generators), autocast_state(x.device.type)
         return self._around
 
 
@@ -120,8 +119,9 @@ class Call:
         def unpack(index: int | None) -> Tensor:
             if index is None or index >= len(saved):
                 raise ReplayError(
-                    f"{self.name} leaves something beside its output, a loss in a list say, and a gradient is asked of what it left there "
-                    "when it was run again. Empty the list after the backward pass, return such losses, or use memory='store'."
+                    f"{self.name} leaves something beside its output, a loss in a list say, and a gradient is asked of what it "
+                    "left there when it was run again. Empty the list after the backward pass, return such losses, or use "
+                    "memory='store'."
                 )
             return saved[index]
 
@@ -163,7 +163,7 @@ class Call:
             )
 
     def _autocast_as_it_was(self, x: Tensor) -> Any:
-        now = _autocast_state(x.device.type)
+        now = autocast_state(x.device.type)
         changed = [setting for setting in self.autocast if setting not in now]
         if not changed:
             return nullcontext()
@@ -201,11 +201,12 @@ class Check(Protocol):
 class Frame:
     """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked."""
 
-    def __init__(self, call: Call, source: Source, k: int, check: Check | None = None) -> None:
+    def __init__(self, call: Call, source: Source, k: int, check: Check | None = None, thread: Any = None) -> None:
         self.call = call
         self.source = source
         self.k = k
         self.check = check
+        self.thread = thread  # a `SameThread`, while the graph lives
         self.to_the_end = False  # whether a replay must give the output, for the check
         self.eager = False  # whether the output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
@@ -279,9 +280,3 @@ class Frame:
             raise
         finally:
             saved.clear()  # NOTE 7: break the reference cycle saved tensor → hook → this list
-
-
-def _autocast_state(device: str) -> Autocast:
-    cache = torch.is_autocast_cache_enabled()
-    devices = ("cpu",) if device in ("cpu", "meta") else ("cpu", device)
-    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]

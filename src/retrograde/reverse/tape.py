@@ -76,9 +76,8 @@ class Tape:
         self.at = 0
         self.pulled = False  # whether the first half of a step back is done
         self.failed: Tensor | None = None  # the input it gave, where the replay on that failed: there a next one begins
-        self.owed: Tensor | None = (
-            None  # the output of block `at`, with which the last step back is still to be finished
-        )
+        # the output of block `at`, with which the last step back is still to be finished
+        self.owed: Tensor | None = None
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
         self.lost = ""  # why there is nothing to go on from

@@ -1,13 +1,14 @@
-"""Random numbers drawn again: where the generators stand, and putting them back there.
+"""What must be as it was when a block is run again: random numbers, autocast, the thread.
 
-A block may draw inside `torch.random.fork_rng` and leave no trace, so the places are noted before every run. That has
-to cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's is 5 kB, and
-is shared between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator can be
-neither read nor set: blocks that draw from one are refused then (`Undrawn`), all others are captured as they are.
+A block may draw inside `torch.random.fork_rng` and leave no trace, so where the generators stand is noted before every run. That has to
+cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's is 5 kB, and is shared between
+runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator can be neither read nor set: blocks that draw
+from one are refused then (`Undrawn`), all others are captured as they are.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReplayError
 
+Autocast = list[tuple[str, bool, torch.dtype, bool]]
 Places = tuple[list[tuple[int, int]], list[Tensor]]
 _latest: list[tuple[Tensor, Tensor]] = []  # the last state seen of the CPU's generator, and as words
 
@@ -74,3 +76,34 @@ class Undrawn(TorchDispatchMode):
                     f"{func} draws random numbers while a CUDA graph is captured: use memory='store' for that."
                 )
         return func(*args, **(kwargs or {}))
+
+
+def autocast_state(device: str) -> Autocast:
+    """How autocast is set, for the CPU and this kind of device."""
+    cache = torch.is_autocast_cache_enabled()
+    devices = ("cpu",) if device in ("cpu", "meta") else ("cpu", device)
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]
+
+
+class SameThread:
+    """While one is alive, backward passes started on this thread also run on it.
+
+    NOTE 6 (same thread). cuDNN autotunes per thread, and autograd runs CUDA work on threads of its own: with
+    `cudnn.benchmark` a replay there could pick another algorithm and other bits. The setting is put back when the
+    graph that holds this object goes; backward itself restores, on its way out, the setting it was started with.
+    """
+
+    alive = threading.local()
+
+    def __init__(self) -> None:
+        self.owner = threading.get_ident()
+        self.alive.count = getattr(self.alive, "count", 0) + 1
+        if self.alive.count == 1:
+            self.alive.before = torch._C._is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)
+
+    def __del__(self) -> None:
+        if threading.get_ident() == self.owner:
+            self.alive.count -= 1
+            if self.alive.count == 0:
+                torch._C._set_multithreading_enabled(self.alive.before)

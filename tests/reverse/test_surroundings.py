@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import ReplayError
-from retrograde.reverse.rng import Generators, Undrawn, shared
+from retrograde.reverse.surroundings import Generators, Undrawn, shared
 
 
 def test_places_are_put_back() -> None:
