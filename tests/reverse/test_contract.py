@@ -43,6 +43,7 @@ from ways import (
 import retrograde as rg
 from problems import KINDS as BASIC
 from problems import Mlp, conv, float_recurrence
+from retrograde import nets
 
 Run = Callable[[nn.Module, Tensor], list[Tensor | None]]
 FORMS = SCHEMES[:3]
@@ -819,3 +820,25 @@ def test_depth_1000(kind: str, gamma: float) -> None:
     wanted = step(copy.deepcopy(net), x)
     for plan in ("reverse", "checkpoint"):
         assert_equal(step(remembered(net, plan), x), wanted, plan)
+
+
+@pytest.mark.parametrize("velocity", [None, "first"])
+@pytest.mark.parametrize("scheme", ["momentum", "coupling"])
+def test_a_gradient_changed_in_place_inside_a_block_is_refused(scheme: str, velocity: str | None) -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.f(x)
+            y.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
+            return y
+
+    blocks = [Doubled() for _ in range(4)]
+    if scheme == "momentum":
+        net, x = rg.MomentumNet(blocks, velocity=velocity, memory="reverse"), torch.randn(2, 4)
+    else:
+        net, x = nets.CouplingNet(blocks, memory="reverse"), torch.randn(2, 8)
+    with pytest.raises(rg.ReplayError, match="a gradient was changed in place"):
+        net(x.requires_grad_()).square().sum().backward()

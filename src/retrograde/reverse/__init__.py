@@ -1,16 +1,16 @@
 """The training step: a reversible network's pass forwards, and its way back. Read it in this order:
 
-scheme      what a reversible scheme is; the integers that all schemes move
-momentum    the momentum scheme: one step on, one step back, the gradient of a step
-nodes       autograd nodes: tokens carry gradients, integers carry values
-forward     the pass over a stack of blocks
-replay      one run of one block that can be run again to the bit
-tape        where a block's input comes from when it is run again
+scheme         what a reversible scheme is; the integers that all schemes move
+momentum       the momentum scheme: one step on, one step back, the gradient of a step
+nodes          autograd nodes: tokens carry gradients, integers carry values
+forward        the pass over a stack of blocks
+replay         one run of one block that can be run again to the bit
+tape           where a block's input comes from when it is run again
 
-coupling    the two-stream scheme; residual: γ = 0
-range       how large values may become, and how finely they are held
-checks      a replay that differs from the first run is found
-deferred    errors on an accelerator, raised without waiting for it
-parts, rng  what a block is made of, and what it draws
-inputs      what a network can be given, and be run under
+coupling       the two-stream scheme; residual: γ = 0
+range          how large values may become, and how finely they are held
+checks         a replay that differs from the first run is found
+deferred       errors on an accelerator, raised without waiting for it
+parts          what a block is made of; surroundings: random numbers, autocast and thread, put back around a replay
+inputs         what a network can be given, and be run under
 """

@@ -12,8 +12,8 @@
 
 What is left out of a fingerprint: parameters and buffers (writes to them are seen by their versions), the block's
 input (the rewound state or the kept input vouches for it), running statistics and what a block copies of them, and
-what has no defined value: bytes in a row and single integers (workspaces, places of generators), the noise of a
-random relu in evaluation, the table of a CTC loss.
+what has no defined value: bytes in a row and single integers (workspaces, places of generators). A block that contains
+a random relu in evaluation, or a CTC loss, has no fingerprint: these save memory that they have not written.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ReplayError
 from .range import PassRange
-from .scheme import Gradients, State, total
+from .scheme import CHANGED_GRADIENT, Gradients, State, total
 
 
 @dataclass(frozen=True)
@@ -77,22 +78,36 @@ class CouplingGradient:
         self.dtype = dtype
         self.shape = shape  # of a stream at the start
         self.observed: set[int] = set()
+        self.versions: dict[
+            int, int
+        ] = {}  # of the gradients that blocks were given: a stream's go on in the same memory
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         moved = k % 2
+        self._check_unchanged(k + 1, tokens)
         gradients = [total(self.dtype, token, d if stream == moved else None) for stream, token in enumerate(tokens)]
         r = self.recurrence.squeezes[k]
         gradients = [None if g is None else unsqueeze(g, r) for g in gradients]
-        return gradients, gradients[moved]
+        given = gradients[moved]
+        if given is not None:
+            self.versions[k] = given._version
+        return gradients, given
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Of x₀; the float that enters is the second stream."""
+        self._check_unchanged(0, tokens)
         gv, gx = tokens[0], total(self.dtype, tokens[1], d)
         given = gx if gv is None else gv
         if given is None:
             return None
         both = [given.new_zeros(self.shape) if g is None else g for g in (gv, gx)]
         return torch.cat(both, self.recurrence.dim)
+
+    def _check_unchanged(self, k: int, tokens: Gradients) -> None:
+        """Raise if block k changed the gradient that it was given."""
+        gradient, version = tokens[k % 2], self.versions.pop(k, None)
+        if gradient is not None and version is not None and gradient._version != version:
+            raise ReplayError(CHANGED_GRADIENT)
 
     def leave(self, gradient: Tensor) -> Gradients:
         return list(gradient.to(self.dtype).chunk(2, self.recurrence.dim))

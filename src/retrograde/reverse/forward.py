@@ -1,6 +1,6 @@
 """The pass: one forward run over a stack of blocks, whatever the scheme, each block remembered in its way.
 
-    run = Pass(state, x0, reversed=24, kept=0)
+    run = Pass(state, x0, depth=24, reversed=24)
     for block in blocks:
         run.step(block, extra)
     run.finish()                    # x_K
@@ -89,7 +89,11 @@ class Pass:
         if self.tracked and self.reversed:
             self.state.reversible = True
         self.tape = Tape(self.state, self.checks)
-        self.thread = SameThread() if self.tracked and replayed and self.device.type == "cuda" else None
+        self.thread = None
+        if self.tracked and replayed and self.device.type == "cuda":
+            self.thread = SameThread()
+            if not self.plain:  # nodes outlive the backward pass: put back inside of it, the setting would be lost
+                self.state.gradient.thread = self.thread
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
@@ -181,7 +185,7 @@ class Pass:
             not self.tracked or k >= replayed or not replayed
         ):  # where nothing is run again, nor is what makes v₀: k = −1
             return self.check(block(x, *extra.args, **extra.kwargs), x, name)
-        reverses = 0 < self.reversed > k
+        reverses = self.reversed > 0 and k < self.reversed
         kept = None if reverses else Kept(x.detach())
         call = Call(block, extra, name, memo=self.memo)
         frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)

@@ -36,7 +36,7 @@ from ..arithmetic.reference import carried, packed, scaled, unpacked
 from ..errors import ReplayError
 from .nodes import keeps_graph, traced
 from .range import MOST_GUARD, PassRange
-from .scheme import Gradients, State
+from .scheme import CHANGED_GRADIENT, Gradients, State
 
 FORMS = ("branch", "block", "relu")
 """By number in the kernels."""
@@ -127,15 +127,12 @@ class MomentumGradient:
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
         p, h = tokens
+        if h is not None and h._version != self.versions.get(k + 1, h._version):
+            raise ReplayError(CHANGED_GRADIENT)
         if k < 0:
             return self._launched(p, h, d)
         if p is None and h is None and d is None:
             return [None, None], None
-        if h is not None and h._version != self.versions.get(k + 1, h._version):
-            raise ReplayError(
-                "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). "
-                "Return a changed copy instead."
-            )
         given = next(g for g in (d, h, p) if g is not None)
         d = given.new_zeros(()).expand(given.shape) if d is None else d if type(d) is Tensor else with_address(d)
         factors = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], self.form_of(k))
@@ -313,8 +310,11 @@ class Momentum(State):
         return other
 
     def fork(self) -> Momentum:
-        other: Momentum = super().fork()
-        other.buffers = other.buffers[-1:]
+        kept, self.buffers = self.buffers, self.buffers[-1:]  # the copy goes on with the last buffer alone
+        try:
+            other: Momentum = super().fork()
+        finally:
+            self.buffers = kept
         return other
 
     def free(self) -> None:
@@ -338,6 +338,9 @@ class Momentum(State):
         if self.range.looks and not self.range.given and v0.numel() and bool(v0.isfinite().all()):
             x, v = float(self.x.abs().amax()) * 2.0**-self.fixed.bits, float(v0.abs().amax())
             if self.range.widened(x, v) != self.fixed:
+                self.range.rows[0][1] *= 2.0 ** (
+                    self.range.widened(x, v).bits - self.fixed.bits
+                )  # |x₀| in the new units
                 self.widen(-1, x, v)
                 x0 = self.read()
         self._encode(v0, self.v, None, column=0, guard=self.fixed.guard)

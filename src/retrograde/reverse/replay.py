@@ -10,10 +10,11 @@ tensor was changed in place.
 
 NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gathered the parameters by then.
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
-NOTE 3 (not a leaf). The replayed input is not a leaf, and requires a gradient exactly when the first one did.
+NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
+    and where the block writes to it, it is no leaf.
 NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a
-    replay, and restored after it. Each restoration is one call into C inside a `finally` of its own, so that Ctrl-C
-    cannot come in between.
+    replay, and restored after it. What belongs to the user's modules is restored by single calls into C, each inside a
+    `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `surroundings.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -133,6 +135,11 @@ class Call:
             {name: entries[name] for name in other if name in entries}
             for entries, other in zip(own, replay, strict=True)
         ]
+        gone = [
+            (entries, name) for entries, other in zip(own, replay, strict=True) for name in other if name not in entries
+        ]
+        added = [entries for entries, _ in gone]
+        names = [name for _, name in gone]
         surroundings = self._autocast_as_it_was(x)
         try:  # NOTE 4
             try:
@@ -150,10 +157,13 @@ class Call:
                     _all_at_once(map(dict.update, own, original))
             finally:
                 torch._C._set_grad_enabled(grad)
+                _all_at_once(map(dict.pop, added, names, repeat(None)))
         finally:
-            torch.clear_autocast_cache()  # NOTE 7
-            self.generators.put(now)
-        return y.detach()
+            try:
+                torch.clear_autocast_cache()  # NOTE 7
+            finally:
+                self.generators.put(now)
+        return y.detach() if isinstance(y, Tensor) else y
 
     def refuse_writes(self) -> None:
         """Raise if the block wrote to its input, which is to be kept as it was."""

@@ -28,6 +28,10 @@ from ..arithmetic.hash import digest
 from ..arithmetic.kernels import kernels_for
 from .range import PassRange, shifted, unshifted
 
+CHANGED_GRADIENT = (
+    "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed copy "
+    "instead."
+)
 Gradients = list[Tensor | None]
 """Of tokens; None for zero."""
 
@@ -95,7 +99,8 @@ class State:
     guarded: ClassVar[tuple[str, ...]] = ()
     """Those with guard digits."""
     tokens: ClassVar[int] = 2
-    """How many tokens carry gradients from step to step. A token has the shape of a part of the state, and no values."""
+    """How many tokens carry gradients from step to step, in an order of the scheme's own. A token has the shape of a part of the
+    state, and no values."""
     entered: ClassVar[int] = 1
     """How many of them, the first ones, depend on the input: the others start without a gradient."""
     gradient: Any

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReplayError
+from .deferred import capturing_on
 
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
 Places = tuple[list[tuple[int, int]], list[Tensor]]
@@ -28,7 +29,7 @@ class Generators:
 
     def __init__(self, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> None:
         everyone = [torch.default_generator, *map(_default, devices), *given]
-        self.capturing = bool(devices) and torch.cuda.is_current_stream_capturing()
+        self.capturing = any(map(capturing_on, devices))
         self.counted = [g for g in everyone if g.device.type == "cuda" and not self.capturing]
         self.others = [g for g in everyone if g.device.type != "cuda"]
 
@@ -59,9 +60,11 @@ def shared(places: Places) -> Places:
     if torch._C._len_torch_dispatch_stack():  # tensors may be without values: nothing can be compared
         return places
     words = state.view(torch.int64)
-    if not _latest or not torch.equal(_latest[0][1], words):
-        _latest[:] = [(state, words)]
-    return counted, [_latest[0][0], *given]
+    latest = _latest[0] if _latest else None  # another thread may exchange it meanwhile
+    if latest is None or not torch.equal(latest[1], words):
+        latest = (state, words)
+        _latest[:] = [latest]
+    return counted, [latest[0], *given]
 
 
 class Undrawn(TorchDispatchMode):
