@@ -226,3 +226,25 @@ def test_nothing_is_run_again_where_everything_is_stored(velocity: Any) -> None:
     before = calls[0]
     y.square().sum().backward()
     assert calls[0] == before == 4
+
+
+def test_a_named_stage_may_have_a_block_several_times() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            self.blocks = nn.ModuleList([block, block, nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    found = []
+    for memory in ("store", "reverse"):
+        torch.manual_seed(0)
+        model = rg.convert(Doubled(), stages=["blocks"], gamma=0.9, memory=memory)
+        y = model(torch.randn(2, 3, 8))
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))

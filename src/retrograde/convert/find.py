@@ -103,6 +103,7 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     modules = dict(model.named_modules())
+    every = dict(model.named_modules(remove_duplicate=False))  # a block that occurs again has another path there
     runs = []
     for pattern in patterns:
         matches = _matches(pattern, modules)
@@ -114,7 +115,7 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
                 raise ValueError(f"stage {pattern!r} is empty.")
             runs.append(run_of(group, form))
     for run in runs:
-        verdicts = {path: judge(modules[path]) for path in run.blocks}
+        verdicts = {path: judge(every[path]) for path in run.blocks}
         rest = [path for path, verdict in verdicts.items() if verdict in (None, KEEPS)]
         for path, verdict in verdicts.items():
             if path not in rest:
