@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from itertools import repeat
+from functools import partial
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -138,8 +139,9 @@ class Call:
         gone = [
             (entries, name) for entries, other in zip(own, replay, strict=True) for name in other if name not in entries
         ]
-        added = [entries for entries, _ in gone]
-        names = [name for _, name in gone]
+        extra_names = map(dict.pop, [entries for entries, _ in gone], [name for _, name in gone], repeat(None))
+        # prepared, so that one call into C is all that is left to do: a signal cannot come in between
+        put_back = partial(_all_at_once, chain(map(dict.update, own, original), extra_names))
         surroundings = self._autocast_as_it_was(x)
         try:  # NOTE 4
             try:
@@ -154,10 +156,9 @@ class Call:
                 except Enough:
                     return None
                 finally:
-                    _all_at_once(map(dict.update, own, original))
+                    put_back()
             finally:
                 torch._C._set_grad_enabled(grad)
-                _all_at_once(map(dict.pop, added, names, repeat(None)))
         finally:
             try:
                 torch.clear_autocast_cache()  # NOTE 7

@@ -1,0 +1,58 @@
+"""A step that a signal stops leaves no trace in the user's modules, wherever it is stopped."""
+
+import random
+import signal
+import sys
+import time
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+from problems import conv
+
+PASSES = 400
+
+
+class Stopped(BaseException):
+    """What the signal raises."""
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no interval timers")
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_a_stopped_pass_leaves_the_modules_as_they_were(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)  # a signal inside of a destructor
+    net, x = rg.MomentumNet([conv() for _ in range(8)], memory=memory), torch.randn(2, 4, 6, 6)
+    for _ in range(3):
+        net(x).sum().backward()
+    start = time.perf_counter()
+    net(x).sum().backward()
+    length = time.perf_counter() - start
+    held: dict[str, torch.Tensor | nn.Parameter] = {**dict(net.named_buffers()), **dict(net.named_parameters())}
+    draw, stopped = random.Random(0), 0
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for _ in range(PASSES):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-4, 1.1 * length))
+                net(x).sum().backward()
+            except (Stopped, RuntimeError):
+                stopped += 1
+            finally:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Stopped:
+                    stopped += 1
+            now = {**dict(net.named_buffers()), **dict(net.named_parameters())}
+            assert all(now[name] is t for name, t in held.items()), "a buffer or a parameter was left exchanged"
+            assert all(module.training for module in net.modules())
+            assert torch.is_grad_enabled()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert stopped > PASSES // 2
