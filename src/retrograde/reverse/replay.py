@@ -39,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
+from .heap import give_back
 from .parts import Memo, parts_of
 from .surroundings import Autocast, Generators, Undrawn, autocast_state, shared
 
@@ -253,6 +254,7 @@ class Frame:
             return y
         finally:
             fresh.clear()
+            give_back(x)
 
     def unpack(self, index: int) -> Tensor:
         if not self.saved or self.saved[index] is None:
@@ -286,6 +288,7 @@ class Frame:
                 self.check.compare(self.k, saved, y)
             self.source.settle(self.k, y, self.eager)
             self.saved = list(saved)
+            give_back(x)
         except BaseException:
             self.source.abandon(x)
             raise
