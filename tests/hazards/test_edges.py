@@ -33,6 +33,33 @@ class Residual(nn.Module):
         return x + self.beside(self, torch.tanh(self.linear(x)))
 
 
+class Looped(nn.Module):
+    """Blocks that return x + f(x), or f(x), which the loop adds."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(branch) for _ in range(5)])
+        self.branch = branch
+        self.between: Callable[[int, Tensor, Tensor], None] = lambda k, x, f: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            f = layer(x)
+            self.between(k, x if self.branch else f, f)
+            x = x + f if self.branch else f
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.scale, self.branch = nn.Parameter(torch.full((), 0.5, dtype=torch.float64)), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.tanh(self.scale * x)
+        return f if self.branch else x + f
+
+
 def loop(beside: Callable[[Any, Tensor], Tensor] = lambda block, f: f, **options: Any) -> nn.Sequential:
     model = nn.Sequential(*[Residual() for _ in range(5)])
     for block in model:
@@ -248,3 +275,60 @@ def test_a_named_stage_may_have_a_block_several_times() -> None:
         y.square().sum().backward()
         found.append([y, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *found))
+
+
+def by_data(x: Tensor) -> None:
+    x.data.mul_(0.5)
+
+
+def by_numpy(x: Tensor) -> None:
+    x.detach().numpy()[1] += 1
+
+
+def few_rows(x: Tensor) -> None:
+    x.data[2:3] = 0
+
+
+@pytest.mark.parametrize("verify", ["auto", "strict"])
+@pytest.mark.parametrize("form", ["block", "branch"])
+@pytest.mark.parametrize("change", [by_data, by_numpy, few_rows])
+@pytest.mark.parametrize("memory", [*REPLAYING, "store", "evaluated"])
+def test_x_changed_between_blocks_behind_pytorchs_back_is_refused(
+    change: Callable[[Tensor], None], form: str, memory: str, verify: str
+) -> None:
+    model = Looped(form == "branch")
+    rg.convert(model, stages=["layers"], gamma=0.9, form=form, verify=verify, memory="auto" if memory == "evaluated" else memory)
+    x = torch.randn(4, 3000, dtype=torch.float64)
+    with torch.set_grad_enabled(memory != "evaluated"):
+        model(x)
+        for at in (0, 1):
+            model.between = lambda k, x, f, at=at: change((x, f)[at]) if k == 3 else None
+            if at == 0 or form == "branch":
+                with pytest.raises(rg.ReplayError, match="was changed between two blocks of this pass"):
+                    model(x)
+
+
+def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
+    from retrograde.convert.unseen import Unseen
+    from retrograde.reverse.deferred import Deferred
+
+    class Event:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    deferred = Deferred(event_on=lambda device: Event())
+    x = [torch.randn(3, 70_000) for _ in range(3)]
+    for changed in (None, 1):
+        unseen = Unseen("auto", deferred)
+        hashes = [unseen.hashed(t) for t in x]
+        if changed is not None:
+            x[changed].data.view(-1)[1000 : 1000 + 509] += 1
+        for k, (t, hashed) in enumerate(zip(x, hashes, strict=True)):
+            unseen.compare(t, hashed, f"x {k}", wait=False)
+        unseen.end()
+        if changed is None:
+            deferred.settle()
+    with pytest.raises(rg.ReplayError, match="x 1 was changed between two blocks of an earlier pass"):
+        deferred.settle()

@@ -36,6 +36,7 @@ from ..reverse.replay import Extra
 from ..reverse.residual import Residual
 from .next_x import FSDP2, Branch, handed_on, same, version
 from .own import Own, spared
+from .unseen import Unseen
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ class Settings:
 class Open:
     """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
 
-    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None) -> None:
+    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None, unseen: Unseen) -> None:
         self.run = run
+        self.unseen = unseen
+        self.hashed = unseen.hashed(x)
         self.x: weakref.ref[Tensor] = weakref.ref(x)
         self.version = version(x)
         self.training = training
@@ -153,24 +156,26 @@ class Stage:
         try:
             if entry is None:
                 run, observer = self._opened(x, own, extra)
+                unseen = Unseen(run.verify, self.range.deferred)
             else:
-                run, observer, training = entry.run, entry.observer, entry.training
+                run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
             block = own if observer is None else observer.watch(run.k, own)
             x1 = run.step(block, extra, path, "block" if own.whole else None)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
             x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
+            unseen.end()
             self._learn(run, training)
         else:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, training, observer))
+            self._hand_on(Open(run, x1, training, observer, unseen))
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
             self.stack.recorder.done()
-        return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
+        return own.with_x(Branch.of(x, x1, unseen, path) if self.settings.form == "branch" else x1)
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself: γ = 0, or a block outside of any stage."""
@@ -214,6 +219,7 @@ class Stage:
         if entry is not None:
             passes.remove(entry)
             mine = entry.x()
+            entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
             if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
                 raise ReplayError(
                     f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
@@ -250,8 +256,9 @@ class Stage:
             if entry is not None and entry in passes:
                 passes.remove(entry)
                 try:
+                    entry.unseen.end()
                     self._learn(entry.run, entry.training)
-                except RangeOverflow as error:
+                except (RangeOverflow, ReplayError) as error:
                     warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
         entry.x = weakref.ref(x, forget)
