@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -332,3 +334,67 @@ def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
             deferred.settle()
     with pytest.raises(rg.ReplayError, match="x 1 was changed between two blocks of an earlier pass"):
         deferred.settle()
+
+
+class Collecting(nn.Module):
+    """Puts something into lists and dictionaries, of its own and given ones, counts its calls, and reads what others left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.own: list[Tensor] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor, given: list[Tensor], named: dict[str, Any]) -> Tensor:
+        f = torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+        self.calls += 1
+        self.own.append(f.square().mean())
+        given.append(f.sum())
+        named["inner"].append(f)
+        named["first"] = named.get("first", f)
+        return f + 0.1 * named["first"] + 0.01 * named["inner"][0] + 0.001 * given[-1]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_lists_and_counters_that_blocks_change(retain: bool) -> None:
+    """Each replay finds them as they were, and what it does to them is dropped."""
+    found = []
+    for memory in ("store", *REPLAYING):
+        torch.manual_seed(0)
+        blocks, seen = [Collecting() for _ in range(4)], list[Any]()
+        net = rg.MomentumNet(blocks, memory=memory, fixed_point=rg.FixedPoint(40, torch.int64))
+        for _ in range(3):
+            for block in blocks:
+                block.own.clear()
+            given, named = [], {"inner": list[Tensor]()}
+            loss = net(X, given, named).square().mean() + sum(given) + sum(b.own[-1] for b in blocks)
+            for k in range(1 + retain):
+                loss.backward(retain_graph=retain and not k)
+            seen += [len(given), len(named["inner"]), *(len(b.own) for b in blocks), *(b.calls for b in blocks)]
+        found.append((seen, [p.grad for p in net.parameters()]))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert all(map(torch.equal, found[0][1], found[1][1])) and all(map(torch.equal, found[0][1], found[2][1]))
+    assert all(g.abs().sum() > 0 for g in found[0][1])
+
+
+def test_a_tensor_in_a_list_that_a_block_writes_to_is_refused() -> None:
+    class Adding(Collecting):
+        def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:  # type: ignore[override]
+            given[0] += 1
+            return self.linear(x)
+
+    with pytest.raises(rg.ReplayError, match="changed a parameter, a buffer or an extra input while it ran"):
+        rg.MomentumNet([Adding()], memory="reverse")(X, [torch.zeros(())])
+
+
+def test_a_graph_of_lists_that_is_dropped_is_freed() -> None:
+    net = rg.MomentumNet([Collecting() for _ in range(4)], memory="reverse")
+    given: list[Tensor] = []
+    y = net(X, given, {"inner": []})
+    gone = weakref.ref(y.grad_fn.metadata.setdefault("mark", Collecting()))  # type: ignore[union-attr]
+    for block in net.blocks:
+        block.own.clear()
+    given.clear()
+    del y
+    gc.collect()
+    assert gone() is None

@@ -12,8 +12,8 @@ NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gath
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
-NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a
-    replay, and restored after it. What belongs to the user's modules is restored by single calls into C, each inside a
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and the numbers and
+    containers that a block changes are put back around a replay, and restored after it. What belongs to the user's modules is restored by single calls into C, each inside a
     `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `surroundings.SameThread`.
@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
-from .parts import Memo, parts_of
+from .parts import Memo, copied, parts_of
 from .surroundings import Autocast, Generators, Undrawn, autocast_state, shared
 
 version = attrgetter("_version")
@@ -62,6 +62,9 @@ class Extra:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.watched = [t for t in self.tensors if not t.is_inference()]
+        copies: dict[int, Any] = {}
+        copied((args, *kwargs.values()), copies)
+        self.contains = bool(copies)  # lists or dictionaries, which a block may put something into
         self._around: tuple[Generators, Autocast] | None = None
 
     def around(self, x: Tensor) -> tuple[Generators, Autocast]:
@@ -85,10 +88,12 @@ class Call:
         self.name = name
         self.parts = parts_of(block, name, memo)
         self.takes_gradients = False  # inside its own forward
-        self.watched = self.parts.watched + extra.watched if extra.watched else self.parts.watched
+        self.args = extra.args
+        self.kwargs = extra.kwargs
 
     def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
+        self._note()
         self.versions = list(map(version, self.watched))
         self.generators, self.autocast = self.extra.around(x)
         self.requires_grad = x.requires_grad
@@ -103,6 +108,20 @@ class Call:
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
         return y
+
+    def _note(self) -> None:
+        """Copy the containers that the block may put something into: among its arguments, and as attributes of its modules."""
+        copies: dict[int, Any] = {}
+        inside: list[Tensor] = []
+        self.attributes = self.parts.attributes(copies, inside)
+        if self.extra.contains:
+            self.args, self.kwargs = self._arguments(copies, inside)
+        watched = [t for t in inside if not t.is_inference()] + self.extra.watched
+        self.watched = self.parts.watched + watched if watched else self.parts.watched
+
+    def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
+        kwargs = {name: copied(value, copies, inside) for name, value in self.kwargs.items()}
+        return copied(self.args, copies, inside), kwargs
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
         """Run the block as it was run first, on a fresh x; its output.
@@ -131,7 +150,10 @@ class Call:
         hook = saved.append if wanted is None and not self.takes_gradients else pack
         grad = torch.is_grad_enabled()
         now = self.generators.places()
-        own, replay = self.parts.exchanged(fresh=grad)
+        copies: dict[int, Any] = {}
+        args, kwargs = self._arguments(copies) if self.extra.contains else (self.args, self.kwargs)
+        attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
+        own, replay = self.parts.exchanged(grad, attributes)
         original = [
             {name: entries[name] for name in other if name in entries}
             for entries, other in zip(own, replay, strict=True)
@@ -152,7 +174,7 @@ class Call:
                     with surroundings, saved_tensors_hooks(hook, unpack):
                         x = x.requires_grad_(self.requires_grad)
                         x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
-                        y = self.block(x, *self.extra.args, **self.extra.kwargs)
+                        y = self.block(x, *args, **kwargs)
                 except Enough:
                     return None
                 finally:
