@@ -52,9 +52,10 @@ def copied(value: Any, copies: dict[int, Any], tensors: list[Tensor] | None = No
     """
     kind = type(value)
     if inside and isinstance(value, Tensor):
+        value = value if value.grad_fn is None else value.detach().requires_grad_()
         if tensors is not None:
             tensors.append(value)
-        return value if value.grad_fn is None else value.detach().requires_grad_()
+        return value
     if kind is tuple:
         return tuple(copied(v, copies, tensors, inside) for v in value)
     if kind not in _CONTAINERS or id(value) in copies:

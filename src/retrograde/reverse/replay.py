@@ -84,7 +84,8 @@ class Call:
 
     def __init__(self, block: Any, extra: Extra, name: str, memo: Memo | None = None) -> None:
         self.block = block
-        self.extra = extra
+        self.extra: Extra | None = extra  # until the first run is over: what blocks put into its lists leads back here
+        self.contains = extra.contains
         self.name = name
         self.parts = parts_of(block, name, memo)
         self.takes_gradients = False  # inside its own forward
@@ -93,15 +94,17 @@ class Call:
 
     def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
-        self._note()
+        extra, self.extra = self.extra, None
+        assert extra is not None
+        self._note(extra)
         self.versions = list(map(version, self.watched))
-        self.generators, self.autocast = self.extra.around(x)
+        self.generators, self.autocast = extra.around(x)
         self.requires_grad = x.requires_grad
         self.places = shared(self.generators.places())
         self.recorded = torch.is_grad_enabled()
         before = x._version
         with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
-            y = self.block(x, *self.extra.args, **self.extra.kwargs)
+            y = self.block(x, *extra.args, **extra.kwargs)
         self.writes = x._version != before
         self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
@@ -109,14 +112,14 @@ class Call:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
         return y
 
-    def _note(self) -> None:
+    def _note(self, extra: Extra) -> None:
         """Copy the containers that the block may put something into: among its arguments, and as attributes of its modules."""
         copies: dict[int, Any] = {}
         inside: list[Tensor] = []
         self.attributes = self.parts.attributes(copies, inside)
-        if self.extra.contains:
+        if self.contains:
             self.args, self.kwargs = self._arguments(copies, inside)
-        watched = [t for t in inside if not t.is_inference()] + self.extra.watched
+        watched = [t for t in inside if not t.is_inference()] + extra.watched
         self.watched = self.parts.watched + watched if watched else self.parts.watched
 
     def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -151,7 +154,7 @@ class Call:
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         copies: dict[int, Any] = {}
-        args, kwargs = self._arguments(copies) if self.extra.contains else (self.args, self.kwargs)
+        args, kwargs = self._arguments(copies) if self.contains else (self.args, self.kwargs)
         attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
         own, replay = self.parts.exchanged(grad, attributes)
         original = [
