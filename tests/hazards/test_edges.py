@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -389,14 +390,56 @@ def test_a_tensor_in_a_list_that_a_block_writes_to_is_refused() -> None:
 
 
 def test_a_graph_of_lists_that_is_dropped_is_freed() -> None:
+    def tapes() -> list[weakref.ref[Tape]]:
+        return [weakref.ref(o) for o in gc.get_objects() if type(o) is Tape]
+
+    before = tapes()
     net = rg.MomentumNet([Collecting() for _ in range(4)], memory="reverse")
     given: list[Tensor] = []
     y = net(X, given, {"inner": []})
     for block in net.blocks:
         block.own.clear()
     given.clear()
-    gone = [weakref.ref(o) for o in gc.get_objects() if isinstance(o, Tape)]
+    gone = [tape for tape in tapes() if tape not in before]
     assert gone
     del y
     gc.collect()
     assert all(tape() is None for tape in gone)
+
+
+class Repeated(nn.Module):
+    """Two blocks, as often as that, with dropout in between."""
+
+    def __init__(self, times: int, rate: float) -> None:
+        super().__init__()
+        self.layers, self.dropout, self.times = nn.ModuleList([Residual(), Residual()]), nn.Dropout(rate), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = self.dropout(layer(x)) if self.dropout.p else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("times", "rate", "stages", "modes", "words"),
+    [
+        (1, 0.0, "layers", "te", ""),
+        (1, 0.0, "layers.*", "te", ""),
+        (3, 0.0, "layers", "t", "several times in a row"),
+        (3, 0.0, "layers", "e", "several times in a row"),
+        (1, 0.1, "layers", "t", "velocity starts from 0 again"),
+        (1, 0.1, "layers", "te", "another network than the trained one"),
+    ],
+)
+def test_a_network_that_is_another_than_it_seems_is_said_to_be(
+    times: int, rate: float, stages: str, modes: str, words: str
+) -> None:
+    model = rg.convert(Repeated(times, rate), stages=[stages], gamma=0.9)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for mode in modes:
+            model.train(mode == "t")(X)
+    texts = [str(w.message) for w in said]
+    assert len(texts) == (len(modes) if words else 0)
+    assert not words or words in texts[-1]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -77,6 +78,7 @@ class OpenPasses(threading.local):
 
     def __init__(self) -> None:
         self.passes: list[Open] = []
+        self.ended: Callable[[], Tensor | None] = lambda: None  # what the last pass returned
 
     def __reduce__(self) -> Any:
         return OpenPasses, ()
@@ -104,7 +106,8 @@ class Stage:
     def __post_init__(self) -> None:
         self.range = Range(self.settings.fixed_point)
         self.memo = Memo()
-        self.warned = False
+        self.warned = set[str]()
+        self.restarted = set[int]()  # blocks at which v started anew in training
         self.last: MemoryPlan | None = None  # of the last pass
         mode, _ = parse_memory(self.settings.memory)
         recurrence = self._recurrence(self.settings.gamma)
@@ -152,7 +155,7 @@ class Stage:
         if self.checkpointed or not any(self.recurrence.gammas):
             return own.with_x(self._alone(own, path, x, extra, index))
         training = own.block.training
-        entry = self._continued(x, index, path)
+        entry = self._continued(x, index, path, training)
         try:
             if entry is None:
                 run, observer = self._opened(x, own, extra)
@@ -167,6 +170,7 @@ class Stage:
             x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
             unseen.end()
             self._learn(run, training)
+            self.open.ended = weakref.ref(x1)
         else:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
@@ -212,12 +216,21 @@ class Stage:
             run.launch(block, spared(extra), "block" if own.whole else None)
         return run, observer
 
-    def _continued(self, x: Tensor, index: int, path: str) -> Open | None:
+    def _continued(self, x: Tensor, index: int, path: str, training: bool) -> Open | None:
         """The pass that handed on this x, going on from it."""
         passes = self.open.passes
         entry = next((entry for entry in passes if entry.known(x)), None)
         if entry is not None:
             passes.remove(entry)
+            if index in self.restarted and training:
+                self.restarted.remove(index)
+            elif index in self.restarted:
+                self._warn(
+                    "evaluation",
+                    f"in training {path} was given something other than the output of the block before it (dropout between the blocks, "
+                    "say), so v started from 0 there. Here it is given that output, and v goes on: this is another network than the "
+                    f"trained one. Name shorter stages than {self.name!r}, or move the dropout into the blocks.",
+                )
             mine = entry.x()
             entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
             if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
@@ -234,14 +247,30 @@ class Stage:
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
                 "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
             )
-        if index and not (self.warned or is_fake(x)):
-            self.warned = True
-            warnings.warn(
+        if is_fake(x):
+            return None
+        if index and training:
+            self.restarted.add(index)
+        if index:
+            self._warn(
+                "restart",
                 f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
                 f"If the model changes x between the blocks of {self.name!r}, leave that stage out or name shorter ones.",
-                stacklevel=6,
+            )
+        elif x is self.open.ended():
+            self._warn(
+                "loop",
+                f"{path} was given the output of its own stage, so the model runs {self.name!r} several times in a row, and v starts from "
+                "0 each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are not "
+                "of a known class, and MomentumNet(blocks * times) is it.",
             )
         return None
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once of each kind."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(message, stacklevel=7)
 
     def _hand_on(self, entry: Open) -> None:
         passes = self.open.passes
