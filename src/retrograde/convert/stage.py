@@ -27,13 +27,13 @@ from ..errors import RangeOverflow, ReplayError
 from ..memory.budget import Observer, Stack
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
+from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
 from ..reverse.momentum import Momentum, Recurrence
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo
 from ..reverse.range import Range
-from ..reverse.replay import Extra
 from ..reverse.residual import Residual
 from .next_x import FSDP2, Branch, handed_on, same, version
 from .own import Own, spared
@@ -260,9 +260,9 @@ class Stage:
         elif x is self.open.ended():
             self._warn(
                 "loop",
-                f"{path} was given the output of its own stage, so the model runs {self.name!r} several times in a row, and v starts from "
-                "0 each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are not "
-                "of a known class, and MomentumNet(blocks * times) is it.",
+                f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from 0 "
+                "each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are of no "
+                "known class, and MomentumNet(blocks * times) is it.",
             )
         return None
 

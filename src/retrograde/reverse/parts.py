@@ -1,17 +1,15 @@
 """What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
 
 Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may
-depend on. Numbers and containers that a module of the user's own has as attributes (counters, lists of losses) are
-copied before the first run: a replay finds them so, and what it does to them is dropped. A network keeps what it found
-of its blocks in a memo; what is no longer as it was is looked up anew.
+depend on. Containers that a module of the user's own has as attributes (lists of losses) are copied before the first
+run: a replay finds them so, and what it puts into them is dropped. A network keeps what it found of its blocks in a
+memo; what is no longer as it was is looked up anew.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -24,47 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from .extra import CONTAINERS, copied
+
 _training = attrgetter("training")
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
 """Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
 
 
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
-_NOTED = _CONTAINERS | {int, float}
 _MODULE = frozenset(vars(nn.Module()))
-
-
-def copied(value: Any, copies: dict[int, Any], tensors: list[Tensor] | None = None, inside: bool = False) -> Any:
-    """The value; containers in it copied, so that what is put into them later is not in the copies.
-
-    Tensors in containers come without their graphs, which would lead back to the copies.
-
-    Args:
-        copies: receives the copies, by the identity of what they are copies of.
-        tensors: receives the tensors that are in containers.
-        inside: whether the value is in a container.
-
-    >>> given = ([1], {"a": [2]})
-    >>> kept = copied(given, {})
-    >>> given[1]["a"].append(3)
-    >>> kept
-    ([1], {'a': [2]})
-    """
-    kind = type(value)
-    if inside and isinstance(value, Tensor):
-        value = value if value.grad_fn is None else value.detach().requires_grad_()
-        if tensors is not None:
-            tensors.append(value)
-        return value
-    if kind is tuple:
-        return tuple(copied(v, copies, tensors, inside) for v in value)
-    if kind not in _CONTAINERS or id(value) in copies:
-        return copies.get(id(value), value)
-    other = copies[id(value)] = copy(value)
-    if kind is not set:
-        for key, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            other[key] = copied(v, copies, tensors, True)
-    return other
 
 
 class Parts:
@@ -74,7 +39,7 @@ class Parts:
         self.of, self.inner = ref(modules[0]) if modules else None, modules[1:]  # a memo does not keep its blocks alive
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
         own = [(k, vars(m)) for k, m in enumerate(modules) if not type(m).__module__.startswith("torch.")]
-        self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in _NOTED]) for k, of in own]
+        self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in CONTAINERS]) for k, of in own]
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
@@ -90,11 +55,13 @@ class Parts:
         self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
     def attributes(self, copies: dict[int, Any], tensors: list[Tensor]) -> list[dict[str, Any]]:
-        """Numbers and containers of the user's own modules; the others as with `copied`."""
+        """Containers of the user's own modules; the others as with `copied`."""
         noted = [(vars(self.modules[k]), names) for k, names in self.noted if names]
         return [{name: copied(of[name], copies, tensors) for name in names if name in of} for of, names in noted]
 
-    def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def exchanged(
+        self, fresh: bool, attributes: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
 
         Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,

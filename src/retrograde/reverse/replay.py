@@ -12,9 +12,9 @@ NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gath
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
-NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and the numbers and
-    containers that a block changes are put back around a replay, and restored after it. What belongs to the user's modules is restored by single calls into C, each inside a
-    `finally` of its own, so that Ctrl-C cannot come in between.
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
+    changes (`extra`) are put back around a replay, and restored after it. What belongs to the user's modules is
+    restored by single calls into C, each inside a `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `surroundings.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
@@ -36,11 +36,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
-from .parts import Memo, copied, parts_of
-from .surroundings import Autocast, Generators, Undrawn, autocast_state, shared
+from .extra import Extra, copied
+from .parts import Memo, parts_of
+from .surroundings import Undrawn, autocast_state, shared
 
 version = attrgetter("_version")
 _all_at_once = deque[Any](maxlen=0).extend
@@ -50,29 +50,6 @@ WHEN_NOT_REPEATED = (
     "Make it deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
     "torch.use_deterministic_algorithms(True)), or keep its activations with memory='store'."
 )
-
-
-class Extra:
-    """The inputs that every block of a network gets besides x."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        leaves = tree_leaves((args, kwargs)) if args or kwargs else ()
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self.watched = [t for t in self.tensors if not t.is_inference()]
-        copies: dict[int, Any] = {}
-        copied((args, *kwargs.values()), copies)
-        self.contains = bool(copies)  # lists or dictionaries, which a block may put something into
-        self._around: tuple[Generators, Autocast] | None = None
-
-    def around(self, x: Tensor) -> tuple[Generators, Autocast]:
-        """The generators that a block may draw from, and how autocast is set."""
-        if self._around is None:
-            devices = tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
-            self._around = Generators(devices, self.generators), autocast_state(x.device.type)
-        return self._around
 
 
 class Enough(BaseException):
