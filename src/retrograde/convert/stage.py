@@ -260,9 +260,9 @@ class Stage:
         elif x is self.open.ended():
             self._warn(
                 "loop",
-                f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from 0 "
-                "each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are of no "
-                "known class, and MomentumNet(blocks * times) is it.",
+                f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from "
+                "0 each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are "
+                "of no known class, and MomentumNet(blocks * times) is it.",
             )
         return None
 
@@ -297,7 +297,7 @@ class Stage:
         if is_fake(run.state.range.table):
             return
         try:
-            self.range.learn(run.state.range, training, self.recurrence.most_guard)
+            self.range.learn(run.state.range, training, self.recurrence.most_guard, run.state.x)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 

@@ -239,7 +239,7 @@ class MomentumNet(nn.Module):
         run = Pass(state, x0, depth, **settings)
         self._launch(run, extra, observer)
         self._driven(run, extra, observer)
-        self.range.learn(run.state.range, self.training, most_guard)
+        self.range.learn(run.state.range, self.training, most_guard, run.state.x)
         return run
 
     def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
