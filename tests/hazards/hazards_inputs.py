@@ -81,6 +81,21 @@ def nested_containers(h: Setting) -> Found:
 
 
 @hazard(THEME)
+def list_given_and_appended_to(h: Setting) -> Found:
+    """a list passed to every block, which appends to it and reads what others put there"""
+
+    class Appending(Mlp):
+        def forward(self, x: Tensor, features: list[Tensor]) -> Tensor:  # type: ignore[override]
+            f = super().forward(x)
+            features.append(f)
+            return f + 0.1 * sum(features)
+
+    net, x, features = h.net([Appending() for _ in range(4)]), batch(), list[Tensor]()
+    (square(net(x, features)) + sum(f.mean() for f in features)).backward()
+    return collect(net, count=torch.tensor(float(len(features))))
+
+
+@hazard(THEME)
 def arguments_that_are_no_tensors(h: Setting) -> Found:
     """a float and a string as arguments"""
     return step(h.net(_taking()), batch(), torch.ones(3, WIDTH), scale=0.5, how="times")

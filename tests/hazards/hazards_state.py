@@ -158,6 +158,25 @@ def tensor_attribute_updated(h: Setting) -> Found:
 
 
 @hazard(THEME)
+def list_of_the_block_appended_to(h: Setting) -> Found:
+    """a block that appends to a list of its own and reads its length"""
+
+    class Appending(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(float(x.detach().mean()))
+            return super().forward(x) * (1 + 0.1 * len(self.seen))
+
+    net = h.net([Appending() for _ in range(4)])
+    found = step(net, batch()) | step(net, batch())
+    lengths = [float(len(m.seen)) for m in net.modules() if isinstance(m, Appending)]
+    return found | {"lengths": torch.tensor(lengths)}
+
+
+@hazard(THEME)
 def growing_cache(h: Setting) -> Found:
     """a cache that grows with every call, as for keys and values"""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
 from retrograde.convert.convert import stages_of
+from retrograde.reverse.tape import Tape
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 REPLAYING = ["reverse", "checkpoint"]
@@ -31,6 +35,33 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.beside(self, torch.tanh(self.linear(x)))
+
+
+class Looped(nn.Module):
+    """Blocks that return x + f(x), or f(x), which the loop adds."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(branch) for _ in range(5)])
+        self.branch = branch
+        self.between: Callable[[int, Tensor, Tensor], None] = lambda k, x, f: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            f = layer(x)
+            self.between(k, x if self.branch else f, f)
+            x = x + f if self.branch else f
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.scale, self.branch = nn.Parameter(torch.full((), 0.5, dtype=torch.float64)), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.tanh(self.scale * x)
+        return f if self.branch else x + f
 
 
 def loop(beside: Callable[[Any, Tensor], Tensor] = lambda block, f: f, **options: Any) -> nn.Sequential:
@@ -248,3 +279,173 @@ def test_a_named_stage_may_have_a_block_several_times() -> None:
         y.square().sum().backward()
         found.append([y, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *found))
+
+
+def by_data(x: Tensor) -> None:
+    x.data.mul_(0.5)
+
+
+def by_numpy(x: Tensor) -> None:
+    x.detach().numpy()[1] += 1
+
+
+def few_rows(x: Tensor) -> None:
+    x.data[2:3] = 0
+
+
+@pytest.mark.parametrize("verify", ["auto", "strict"])
+@pytest.mark.parametrize("form", ["block", "branch"])
+@pytest.mark.parametrize("change", [by_data, by_numpy, few_rows])
+@pytest.mark.parametrize("memory", [*REPLAYING, "store", "evaluated"])
+def test_x_changed_between_blocks_behind_pytorchs_back_is_refused(
+    change: Callable[[Tensor], None], form: str, memory: str, verify: str
+) -> None:
+    model = Looped(form == "branch")
+    rg.convert(
+        model,
+        stages=["layers"],
+        gamma=0.9,
+        form=form,
+        verify=verify,
+        memory="auto" if memory == "evaluated" else memory,
+    )
+    x = torch.randn(4, 3000, dtype=torch.float64)
+    with torch.set_grad_enabled(memory != "evaluated"):
+        model(x)
+        for at in (0, 1):
+            model.between = lambda k, x, f, at=at: change((x, f)[at]) if k == 3 else None
+            if at == 0 or form == "branch":
+                with pytest.raises(rg.ReplayError, match="was changed between two blocks of this pass"):
+                    model(x)
+
+
+def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
+    from retrograde.convert.unseen import Unseen
+    from retrograde.reverse.deferred import Deferred
+
+    class Event:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    deferred = Deferred(event_on=lambda device: Event())
+    x = [torch.randn(3, 70_000) for _ in range(3)]
+    for changed in (None, 1):
+        unseen = Unseen("auto", deferred)
+        hashes = [unseen.hashed(t) for t in x]
+        if changed is not None:
+            x[changed].data.view(-1)[1000 : 1000 + 509] += 1
+        for k, (t, hashed) in enumerate(zip(x, hashes, strict=True)):
+            unseen.compare(t, hashed, f"x {k}", wait=False)
+        unseen.end()
+        if changed is None:
+            deferred.settle()
+    with pytest.raises(rg.ReplayError, match="x 1 was changed between two blocks of an earlier pass"):
+        deferred.settle()
+
+
+class Collecting(nn.Module):
+    """Puts something into lists and dictionaries, of its own and given ones, and reads what others left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.own: list[Tensor] = []
+
+    def forward(self, x: Tensor, given: list[Tensor], named: dict[str, Any]) -> Tensor:
+        f = torch.tanh(self.linear(x)) * (1 + 0.1 * len(self.own))
+        self.own.append(f.square().mean())
+        given.append(f.sum())
+        named["inner"].append(f)
+        named["first"] = named.get("first", f)
+        return f + 0.1 * named["first"] + 0.01 * named["inner"][0] + 0.001 * given[-1]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_lists_that_blocks_change(retain: bool) -> None:
+    """Each replay finds them as they were, and what it does to them is dropped."""
+    found = []
+    for memory in ("store", *REPLAYING):
+        torch.manual_seed(0)
+        blocks, seen = [Collecting() for _ in range(4)], list[Any]()
+        net = rg.MomentumNet(blocks, memory=memory, fixed_point=rg.FixedPoint(40, torch.int64))
+        for _ in range(3):
+            for block in blocks:
+                block.own.clear()
+            given, named = [], {"inner": list[Tensor]()}
+            loss = net(X, given, named).square().mean() + sum(given) + sum(b.own[-1] for b in blocks)
+            for k in range(1 + retain):
+                loss.backward(retain_graph=retain and not k)
+            seen += [len(given), len(named["inner"]), *(len(b.own) for b in blocks)]
+        found.append((seen, [p.grad for p in net.parameters()]))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    assert all(map(torch.equal, found[0][1], found[2][1]))
+    assert all(g.abs().sum() > 0 for g in found[0][1])
+
+
+def test_a_tensor_in_a_list_that_a_block_writes_to_is_refused() -> None:
+    class Adding(Collecting):
+        def forward(self, x: Tensor, given: list[Tensor]) -> Tensor:  # type: ignore[override]
+            given[0] += 1
+            return self.linear(x)
+
+    with pytest.raises(rg.ReplayError, match="changed a parameter, a buffer or an extra input while it ran"):
+        rg.MomentumNet([Adding()], memory="reverse")(X, [torch.zeros(())])
+
+
+def test_a_graph_of_lists_that_is_dropped_is_freed() -> None:
+    def tapes() -> list[weakref.ref[Tape]]:
+        return [weakref.ref(o) for o in gc.get_objects() if type(o) is Tape]
+
+    before = tapes()
+    net = rg.MomentumNet([Collecting() for _ in range(4)], memory="reverse")
+    given: list[Tensor] = []
+    y = net(X, given, {"inner": []})
+    for block in net.blocks:
+        block.own.clear()
+    given.clear()
+    gone = [tape for tape in tapes() if tape not in before]
+    assert gone
+    del y
+    gc.collect()
+    assert all(tape() is None for tape in gone)
+
+
+class Repeated(nn.Module):
+    """Two blocks, as often as that, with dropout in between."""
+
+    def __init__(self, times: int, rate: float) -> None:
+        super().__init__()
+        self.layers, self.dropout, self.times = nn.ModuleList([Residual(), Residual()]), nn.Dropout(rate), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = self.dropout(layer(x)) if self.dropout.p else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("times", "rate", "stages", "modes", "words"),
+    [
+        (1, 0.0, "layers", "te", ""),
+        (1, 0.0, "layers.*", "te", ""),
+        (3, 0.0, "layers", "t", "several times in a row"),
+        (3, 0.0, "layers", "e", "several times in a row"),
+        (1, 0.1, "layers", "t", "velocity starts from 0 again"),
+        (1, 0.1, "layers", "te", "another network than the trained one"),
+    ],
+)
+def test_a_network_that_is_another_than_it_seems_is_said_to_be(
+    times: int, rate: float, stages: str, modes: str, words: str
+) -> None:
+    model = rg.convert(Repeated(times, rate), stages=[stages], gamma=0.9)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for mode in modes:
+            model.train(mode == "t")(X)
+    texts = [str(w.message) for w in said]
+    assert len(texts) == (len(modes) if words else 0)
+    assert not words or words in texts[-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import retrograde as rg
 
 SEEN_BY_VERIFY_ONLY = {
-    "generator_held", "numpy_random", "python_random", "attribute_counts_calls", "tensor_attribute_updated",
+    "generator_held", "numpy_random", "python_random", "attribute_counts_calls",
     "mutable_configuration_changed_between", "data_swapped_between", "data_written_between",
 }  # fmt: skip
 WRONG: dict[str, str] = {}
@@ -62,7 +62,6 @@ def test_what_verify_is_for(name: str) -> None:
 
 NO_GRADIENT_DEPENDS_ON_IT = {
     "attribute_counts_calls",
-    "tensor_attribute_updated",
     "mutable_configuration_changed_between",
     "python_random",
 }

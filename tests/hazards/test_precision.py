@@ -1,6 +1,8 @@
 """Precision: autocast, loss scaling, dtypes, large numbers, and ranges that follow training."""
 
 import copy
+import re
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -144,3 +146,38 @@ def test_massive_activations(peak: float) -> None:
         for g, p in zip(found[1], nn.ModuleList(exact).parameters(), strict=True)
     ]
     assert max(errors) < 100 * 2.0**-27 * peak
+
+
+@pytest.mark.parametrize(
+    ("ratio", "fixed_point", "percent"),
+    [
+        (1, "auto", None), (1e3, "auto", None), (1e6, "auto", 1.4), (1e8, "auto", 55),
+        (1, rg.FixedPoint(8, torch.int32), 1.6), (1, rg.FixedPoint(12, torch.int32), None),
+        (1, "int16", None), (1e2, "int16", 11),
+    ],
+)  # fmt: skip
+def test_channels_that_lose_percents_of_their_gradients_are_warned_of(
+    ratio: float, fixed_point: object, percent: float | None
+) -> None:
+    """With the number, within a factor of ten of what is measured."""
+    scale = torch.ones(16)
+    scale[:8] *= ratio
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.3 * scale * torch.tanh(self.linear(x / scale))
+
+    torch.manual_seed(0)
+    net = rg.MomentumNet([Scaled() for _ in range(4)], memory="reverse", fixed_point=fixed_point)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net(torch.randn(64, 16) * scale)
+    texts = [str(w.message) for w in said if "channels of x" in str(w.message)]
+    assert bool(texts) == (percent is not None)
+    if percent is not None:
+        told = float(re.search(r"about ([\d.e+]+) %", texts[0]).group(1))  # type: ignore[union-attr]
+        assert percent / 10 < told < 10 * percent

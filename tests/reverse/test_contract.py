@@ -756,9 +756,9 @@ def test_its_outputs_have_the_same_bits_in_every_dtype(dtype: torch.dtype, amp: 
 @pytest.mark.parametrize("whole", [set(), {0}, {1}, {2}, {0, 1}])
 def test_steps_of_both_forms_in_one_pass(whole: set[int]) -> None:
     """`step(form=...)` says what a block computes where the others compute something else."""
+    from retrograde.reverse.extra import Extra
     from retrograde.reverse.forward import Pass
     from retrograde.reverse.momentum import Momentum
-    from retrograde.reverse.replay import Extra
 
     branches, x, found = [conv(4).double() for _ in range(3)], torch.randn(2, 4, 3, 5, dtype=torch.float64), []
     for form in ("block", "relu"):

@@ -17,9 +17,9 @@ from ways import begun
 import retrograde as rg
 from problems import Mlp, conv
 from retrograde.memory.peak import peak_memory
+from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
-from retrograde.reverse.replay import Extra
 
 FIXED = rg.FixedPoint(20, torch.int32)
 

@@ -13,10 +13,10 @@ import retrograde as rg
 from problems import KINDS as BASIC
 from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.coupling import Coupling
+from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.range import PassRange
-from retrograde.reverse.replay import Extra
 from retrograde.reverse.residual import Residual
 
 SCHEMES = ("branch", "block", "relu", "coupling", "residual")

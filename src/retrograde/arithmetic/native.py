@@ -1,8 +1,10 @@
 """Compiles `cpu.c` with the machine's own C compiler, once, and calls it.
 
-The library is built at first use and kept in the user's cache directory under a name made of the source, the flags and the
-kind of processor. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `function` returns None and the torch bodies are
-used: slower, the same bits.
+The library is built at first use and kept in the user's cache directory under a name made of the source, the flags, the kind
+of processor, and a digest of the library itself. Only a file of the user's own, in a directory that nobody else can write to,
+with that digest is loaded: a damaged one is built again, and where there is no such directory, it is built for this process
+alone. Where there is no compiler, or RETROGRADE_NATIVE=0 is set, `function` returns None and the torch bodies are used: slower,
+the same bits. A compiler that was asked for (CC) and fails is warned of.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -47,14 +51,20 @@ SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    asked = shlex.split(os.environ.get("CC", ""))
+    compiler = asked or [found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))][:1]
     if not compiler or sys.platform == "win32" or os.environ.get("RETROGRADE_NATIVE") == "0":
         return None
+    error: Exception | None = None
     for machine in (("-march=native",), ()):
         try:
-            return ctypes.CDLL(str(_build(compiler, (*_FLAGS, *machine))))
-        except (OSError, RuntimeError, subprocess.SubprocessError):
-            continue
+            return _loaded(compiler, (*_FLAGS, *machine))
+        except (OSError, subprocess.SubprocessError) as failed:
+            error = failed
+    if asked:
+        warnings.warn(
+            f"CC={shlex.join(asked)} did not compile the CPU kernels ({error}): slower ones are used.", stacklevel=2
+        )
     return None
 
 
@@ -71,21 +81,58 @@ def function(name: str) -> Callable[..., None] | None:
     return cast(Callable[..., None], found)
 
 
-def _build(compiler: str, flags: tuple[str, ...]) -> Path:
+def _loaded(compiler: list[str], flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library for this source, these flags and this processor, from the cache or newly made."""
-    key = hashlib.sha256(
-        "\0".join((_SOURCE.read_text(), compiler, *flags, *_openmp(), _processor())).encode()
-    ).hexdigest()[:20]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrograde"
-    library = cache / f"cpu-{key}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:  # a rename makes it whole or absent
-            made = Path(scratch) / library.name
-            command = [compiler, *flags, str(_SOURCE), "-o", str(made), "-Wl,--as-needed", *_openmp(), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            os.replace(made, library)
-    return library
+    parts = (_SOURCE.read_text(), *compiler, *flags, *_openmp(), _processor())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    cache = _private(_cache_home() / "retrograde")
+    suffix = sysconfig.get_config_var("SHLIB_SUFFIX") or ".so"
+    for library in () if cache is None else sorted(cache.glob(f"cpu-{key}-*{suffix}")):
+        if _own(library) and library.name == f"cpu-{key}-{_digest(library)}{suffix}":
+            return _with_functions(library)
+        library.unlink()
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:  # a rename makes it whole or absent
+        made = Path(scratch) / f"cpu{suffix}"
+        command = [*compiler, *flags, str(_SOURCE), "-o", str(made), "-Wl,--as-needed", *_openmp(), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        loaded = _with_functions(made)
+        if cache is not None:
+            os.replace(made, cache / f"cpu-{key}-{_digest(made)}{suffix}")
+        return loaded
+
+
+def _with_functions(library: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library))
+    missing = [name for name in SIGNATURES if not hasattr(loaded, f"retrograde_{name}")]
+    if missing:
+        raise OSError(f"{library} has no function retrograde_{missing[0]}")
+    return loaded
+
+
+def _cache_home() -> Path:
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return given if given.is_absolute() else Path.home() / ".cache"
+
+
+def _private(folder: Path) -> Path | None:
+    """The folder, made if need be and closed to others; None where that cannot be had."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _own(folder):
+            return None
+        folder.chmod(0o700)
+        return folder if os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):  # no home
+        return None
+
+
+def _own(path: Path) -> bool:
+    """Whether it is the user's own, and itself rather than a link to something."""
+    return not path.is_symlink() and path.stat().st_uid == os.getuid()
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
 def _openmp() -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..memory.fake import is_fake
 from ..nets.relu import branch_of, hooks_on_every_module
-from ..reverse.replay import Extra
+from ..reverse.extra import Extra
 from .own import Own, with_spares
 from .stage import Stage
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .unseen import Unseen
+
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
 _IDENTITIES = FSDP2 | {"AddedBackward", "BackwardHookFunctionBackward", "AliasBackward0", "ViewBackward0"}
 """Nodes of autograd's graph that hand on a tensor and its gradient as they are (`Added`: by way of another)."""
@@ -66,12 +68,24 @@ class Branch(Tensor):
     """x₁ − x₀, which x₀ + … turns into x₁."""
 
     pair: tuple[Tensor, Tensor, tuple[int, int, int]]
+    unseen: Unseen
+    hashes: tuple[Tensor | None, ...]
+    path: str
 
     @staticmethod
-    def of(x0: Tensor, x1: Tensor) -> Tensor:
-        difference = (x1 - x0).as_subclass(Branch)
+    def of(x0: Tensor, x1: Tensor, unseen: Unseen, path: str) -> Tensor:
+        plain = x1 - x0
+        difference = plain.as_subclass(Branch)
         difference.pair = (x0, x1, (version(x0), version(x1), version(difference)))
+        difference.unseen, difference.path = unseen, path
+        difference.hashes = unseen.hashed(x0), unseen.hashed(plain)
         return difference
+
+    def check(self) -> None:
+        """Raise if x or this was changed, before they are added up."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.unseen.compare(self.pair[0], self.hashes[0], f"the x that {self.path} was given")
+            self.unseen.compare(self, self.hashes[1], f"the output of {self.path}")
 
     def next_x(self, *terms: Tensor) -> Tensor:
         """The next x, which is the sum of these; by way of them where somebody waits for the gradient of this tensor."""
@@ -89,6 +103,7 @@ class Branch(Tensor):
         if func in _ADDITIONS and len(args) == 2 and not kwargs:
             for this, other in (args, args[::-1]):
                 if isinstance(this, Branch) and isinstance(other, Tensor) and _adds_up(this, other):
+                    this.check()
                     if func not in _IN_PLACE:
                         return this.next_x(*args)
                     with torch._C.DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..memory.fake import is_fake
-from ..reverse.replay import Extra
+from ..reverse.extra import Extra
 
 
 class Own:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -26,16 +27,17 @@ from ..errors import RangeOverflow, ReplayError
 from ..memory.budget import Observer, Stack
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
+from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
 from ..reverse.momentum import Momentum, Recurrence
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo
 from ..reverse.range import Range
-from ..reverse.replay import Extra
 from ..reverse.residual import Residual
 from .next_x import FSDP2, Branch, handed_on, same, version
 from .own import Own, spared
+from .unseen import Unseen
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class Settings:
 class Open:
     """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
 
-    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None) -> None:
+    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None, unseen: Unseen) -> None:
         self.run = run
+        self.unseen = unseen
+        self.hashed = unseen.hashed(x)
         self.x: weakref.ref[Tensor] = weakref.ref(x)
         self.version = version(x)
         self.training = training
@@ -74,6 +78,7 @@ class OpenPasses(threading.local):
 
     def __init__(self) -> None:
         self.passes: list[Open] = []
+        self.ended: Callable[[], Tensor | None] = lambda: None  # what the last pass returned
 
     def __reduce__(self) -> Any:
         return OpenPasses, ()
@@ -101,7 +106,8 @@ class Stage:
     def __post_init__(self) -> None:
         self.range = Range(self.settings.fixed_point)
         self.memo = Memo()
-        self.warned = False
+        self.warned = set[str]()
+        self.restarted = set[int]()  # blocks at which v started anew in training
         self.last: MemoryPlan | None = None  # of the last pass
         mode, _ = parse_memory(self.settings.memory)
         recurrence = self._recurrence(self.settings.gamma)
@@ -149,28 +155,31 @@ class Stage:
         if self.checkpointed or not any(self.recurrence.gammas):
             return own.with_x(self._alone(own, path, x, extra, index))
         training = own.block.training
-        entry = self._continued(x, index, path)
+        entry = self._continued(x, index, path, training)
         try:
             if entry is None:
                 run, observer = self._opened(x, own, extra)
+                unseen = Unseen(run.verify, self.range.deferred)
             else:
-                run, observer, training = entry.run, entry.observer, entry.training
+                run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
             block = own if observer is None else observer.watch(run.k, own)
             x1 = run.step(block, extra, path, "block" if own.whole else None)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
             x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
+            unseen.end()
             self._learn(run, training)
+            self.open.ended = weakref.ref(x1)
         else:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, training, observer))
+            self._hand_on(Open(run, x1, training, observer, unseen))
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
             self.stack.recorder.done()
-        return own.with_x(Branch.of(x, x1) if self.settings.form == "branch" else x1)
+        return own.with_x(Branch.of(x, x1, unseen, path) if self.settings.form == "branch" else x1)
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself: γ = 0, or a block outside of any stage."""
@@ -207,13 +216,23 @@ class Stage:
             run.launch(block, spared(extra), "block" if own.whole else None)
         return run, observer
 
-    def _continued(self, x: Tensor, index: int, path: str) -> Open | None:
+    def _continued(self, x: Tensor, index: int, path: str, training: bool) -> Open | None:
         """The pass that handed on this x, going on from it."""
         passes = self.open.passes
         entry = next((entry for entry in passes if entry.known(x)), None)
         if entry is not None:
             passes.remove(entry)
+            if index in self.restarted and training:
+                self.restarted.remove(index)
+            elif index in self.restarted:
+                self._warn(
+                    "evaluation",
+                    f"in training {path} was given something other than the output of the block before it (dropout between the blocks, "
+                    "say), so v started from 0 there. Here it is given that output, and v goes on: this is another network than the "
+                    f"trained one. Name shorter stages than {self.name!r}, or move the dropout into the blocks.",
+                )
             mine = entry.x()
+            entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
             if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
                 raise ReplayError(
                     f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
@@ -228,14 +247,30 @@ class Stage:
                 f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
                 "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
             )
-        if index and not (self.warned or is_fake(x)):
-            self.warned = True
-            warnings.warn(
+        if is_fake(x):
+            return None
+        if index and training:
+            self.restarted.add(index)
+        if index:
+            self._warn(
+                "restart",
                 f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
                 f"If the model changes x between the blocks of {self.name!r}, leave that stage out or name shorter ones.",
-                stacklevel=6,
+            )
+        elif x is self.open.ended():
+            self._warn(
+                "loop",
+                f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from "
+                "0 each time. One pass over all of them is another network: rg.convert(model, example) finds it where the blocks are "
+                "of no known class, and MomentumNet(blocks * times) is it.",
             )
         return None
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once of each kind."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            warnings.warn(message, stacklevel=7)
 
     def _hand_on(self, entry: Open) -> None:
         passes = self.open.passes
@@ -250,8 +285,9 @@ class Stage:
             if entry is not None and entry in passes:
                 passes.remove(entry)
                 try:
+                    entry.unseen.end()
                     self._learn(entry.run, entry.training)
-                except RangeOverflow as error:
+                except (RangeOverflow, ReplayError) as error:
                     warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
         entry.x = weakref.ref(x, forget)
@@ -261,7 +297,7 @@ class Stage:
         if is_fake(run.state.range.table):
             return
         try:
-            self.range.learn(run.state.range, training, self.recurrence.most_guard)
+            self.range.learn(run.state.range, training, self.recurrence.most_guard, run.state.x)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 

@@ -20,11 +20,11 @@ from ..arithmetic.fixed import FixedPoint, integer_dtype
 from ..memory.modes import MODES
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.coupling import Coupling, Recurrence
+from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import check_input, check_output, check_surroundings
 from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
-from ..reverse.replay import Extra
 from .checks import choice, modules
 
 

@@ -22,12 +22,12 @@ from ..memory.budget import Observer, Scheduler, Stack
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
 from ..reverse.checks import CHOICES as VERIFY
+from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import check_input, check_output, check_surroundings
 from ..reverse.momentum import FORMS, Momentum, Recurrence
 from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
-from ..reverse.replay import Extra
 from ..reverse.residual import Residual
 from .relu import whole
 
@@ -239,7 +239,7 @@ class MomentumNet(nn.Module):
         run = Pass(state, x0, depth, **settings)
         self._launch(run, extra, observer)
         self._driven(run, extra, observer)
-        self.range.learn(run.state.range, self.training, most_guard)
+        self.range.learn(run.state.range, self.training, most_guard, run.state.x)
         return run
 
     def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:

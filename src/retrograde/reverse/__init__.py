@@ -11,6 +11,7 @@ coupling       the two-stream scheme; residual: γ = 0
 range          how large values may become, and how finely they are held
 checks         a replay that differs from the first run is found
 deferred       errors on an accelerator, raised without waiting for it
+extra          the inputs besides x, and copies of containers
 parts          what a block is made of; surroundings: random numbers, autocast and thread, put back around a replay
 heap           free memory that malloc keeps, given back
 inputs         what a network can be given, and be run under

@@ -18,6 +18,7 @@ a random relu in evaluation, or a CTC loss, has no fingerprint: these save memor
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -185,16 +186,21 @@ def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
         if copied and any(_same(t, s) for s in statistics):
             continue
         seen.add(where)
-        found.append((index, *(((), ()) if t.is_complex() or t.is_neg() else _spread(t))))
+        found.append((index, *(((), ()) if t.is_complex() or t.is_neg() else spread(t))))
     return found
 
 
-def _spread(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and strides of a view of some `SAMPLE` elements, spread evenly over a tensor. No copy of the tensor is made."""
+def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and strides of a view of some `count` elements, spread evenly over a tensor. No copy of the tensor is made.
+
+    In dense memory they are at most so far `apart`, at a step without small factors: it meets every row, column and channel alike.
+    """
     if _dense(t):
-        step = max(t.numel() // SAMPLE, 1)
+        step = min(max(t.numel() // count, 1), apart)
+        while math.gcd(step, 210) > 1:
+            step -= 1
         return (-(-t.numel() // step),), (step,)
-    each = SAMPLE ** (1 / sum(n > 1 for n in t.shape))  # elements of each dimension
+    each = count ** (1 / sum(n > 1 for n in t.shape))  # elements of each dimension
     steps = [max(int(n // each), 1) for n in t.shape]
     return tuple(-(-n // step) for n, step in zip(t.shape, steps, strict=True)), tuple(
         stride * step for stride, step in zip(t.stride(), steps, strict=True)

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from .checks import Checks
 from .deferred import Deferred, check_capturable
+from .extra import Extra
 from .inputs import check_output
 from .momentum import FORMS
 from .nodes import Enter, Leave, Rejoin, Step, applied, observed
 from .parts import Memo
-from .replay import Call, Extra, Frame
+from .replay import Call, Frame
 from .residual import Residual
 from .surroundings import SameThread
 from .tape import Kept, Tape

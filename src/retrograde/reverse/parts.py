@@ -1,7 +1,9 @@
 """What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
 
 Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may
-depend on. A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
+depend on. Containers that a module of the user's own has as attributes (lists of losses) are copied before the first
+run: a replay finds them so, and what it puts into them is dropped. A network keeps what it found of its blocks in a
+memo; what is no longer as it was is looked up anew.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from .extra import CONTAINERS, copied
+
 _training = attrgetter("training")
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
 """Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
+
+
+_MODULE = frozenset(vars(nn.Module()))
 
 
 class Parts:
@@ -31,6 +38,8 @@ class Parts:
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.of, self.inner = ref(modules[0]) if modules else None, modules[1:]  # a memo does not keep its blocks alive
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
+        own = [(k, vars(m)) for k, m in enumerate(modules) if not type(m).__module__.startswith("torch.")]
+        self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in CONTAINERS]) for k, of in own]
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
@@ -45,7 +54,14 @@ class Parts:
         self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
         self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
-    def exchanged(self, fresh: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def attributes(self, copies: dict[int, Any], tensors: list[Tensor]) -> list[dict[str, Any]]:
+        """Containers of the user's own modules; the others as with `copied`."""
+        noted = [(vars(self.modules[k]), names) for k, names in self.noted if names]
+        return [{name: copied(of[name], copies, tensors) for name in names if name in of} for of, names in noted]
+
+    def exchanged(
+        self, fresh: bool, attributes: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Dictionaries of the modules, and what is to stand in them while the block is run again.
 
         Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
@@ -53,6 +69,7 @@ class Parts:
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
+            attributes: what `attributes` returned.
         """
         own: list[dict[str, Any]] = [of for of, _ in self.statistics]
         replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
@@ -63,6 +80,9 @@ class Parts:
             before = [*modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]
             replay += [was for _, was in before]
+        if attributes:
+            own += [vars(self.modules[k]) for k, names in self.noted if names]
+            replay += attributes
         return own, replay
 
     @property
@@ -80,7 +100,9 @@ class Parts:
         return len(now) == len(self.contents) and all(map(is_, now, self.contents))
 
     def _contents(self) -> list[Any]:
-        return [*map(_training, self.modules), *chain.from_iterable(self.views)]
+        modules = self.modules
+        sizes = [len(vars(modules[k])) for k, _ in self.noted]  # a module may have been given a list of losses since
+        return [*map(_training, modules), *sizes, *chain.from_iterable(self.views)]
 
 
 class Memo(dict[str, Parts]):

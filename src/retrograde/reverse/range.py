@@ -38,6 +38,9 @@ YIELDED = 6
 _FEW = {torch.int16: 3, torch.int32: 11, torch.int64: 24}
 """Binary digits of the largest |x₀| below which a pass is said to be coarse. For 32-bit integers: what TF32 has."""
 
+_FEW_OF_CHANNELS = 9
+"""Binary digits, guard digits included, of a tenth of the channels, below which their gradients lose whole percents."""
+
 
 Outcome = tuple[FixedPoint, tuple[float, float], bool, bool]
 """Of a pass: its fixed point, its limits, whether to raise, whether the fixed point was given by the user."""
@@ -211,6 +214,7 @@ class Range:
         self.narrow = setting == "int16" or (isinstance(setting, FixedPoint) and setting.dtype == torch.int16)
         self.found: dict[tuple[torch.dtype, bool], FixedPoint] = {}
         self.deferred = Deferred()
+        self.looked = set[FixedPoint]()  # those in which the channels were looked at
 
     @property
     def now(self) -> FixedPoint | str:
@@ -261,8 +265,11 @@ class Range:
             return own
         return wider(own, trained, 0 if dtype == torch.int16 else YIELDED)
 
-    def learn(self, seen: PassRange, training: bool, most_guard: int = MOST_GUARD) -> None:
-        """Take note of the largest values of a finished pass."""
+    def learn(self, seen: PassRange, training: bool, most_guard: int = MOST_GUARD, q: Tensor | None = None) -> None:
+        """Take note of the largest values of a finished pass; of how its x, as integers q, is held, where that is new."""
+        if q is not None and seen.looks and not seen.broken and seen.fixed not in self.looked:
+            self.looked.add(seen.fixed)
+            _check_channels(q, seen.fixed)
         if (seen.given and seen.looks) or seen.broken:
             return
         if seen.looks:
@@ -319,3 +326,25 @@ def _check_resolution(peak: float, fixed: FixedPoint) -> None:
             f"|x| is {peak:.3g} at most: with the {MOST_BITS} fraction bits that there are, that is held to {max(digits, 0)} binary "
             "digits. Multiply the input by a constant, or normalise it."
         )
+
+
+def _check_channels(q: Tensor, fixed: FixedPoint) -> None:
+    """Warn where small channels have few digits, because others are large or the fixed point that was given is coarse."""
+    for dim in sorted({1, q.dim() - 1}) if q.dim() > 1 and q.numel() else ():
+        others = [k for k in range(q.dim()) if k != dim]
+        sizes = q.to(fixed.work).square().mean(others).sqrt().sort().values
+        sizes = sizes[sizes > 0]
+        if not len(sizes):
+            continue
+        small, large = (float(sizes[k]) * 2.0**-fixed.bits for k in (len(sizes) // 10, -1))
+        digits = math.log2(small) + fixed.bits + fixed.guard
+        if digits < _FEW_OF_CHANNELS:
+            off = 100 * min(4 * 2.0**-digits, 1)
+            warnings.warn(
+                f"channels of x (dimension {dim}) are {small:.2g} in size, beside others of {large:.2g}: with {fixed.bits} fraction "
+                f"bits and {fixed.guard} guard bits they are held to {max(int(digits), 0)} binary digits, and their gradients are off "
+                f"by about {off:.2g} %. Bring the channels to one scale, give more fraction bits, or take wider integers (float64, "
+                "or without 'int16').",
+                stacklevel=2,
+            )
+            return

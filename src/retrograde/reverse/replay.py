@@ -12,9 +12,9 @@ NOTE 1 (lazily). A replay begins at the first unpack, not before: FSDP2 has gath
 NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape seeks past it, in either direction.
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
-NOTE 4 (surroundings). Autocast, random numbers (where they were drawn) and running statistics are put back around a
-    replay, and restored after it. What belongs to the user's modules is restored by single calls into C, each inside a
-    `finally` of its own, so that Ctrl-C cannot come in between.
+NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
+    changes (`extra`) are put back around a replay, and restored after it. What belongs to the user's modules is
+    restored by single calls into C, each inside a `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `surroundings.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
@@ -36,12 +36,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ReplayError
+from .extra import Extra, copied
 from .heap import give_back
 from .parts import Memo, parts_of
-from .surroundings import Autocast, Generators, Undrawn, autocast_state, shared
+from .surroundings import Undrawn, autocast_state, shared
 
 version = attrgetter("_version")
 _all_at_once = deque[Any](maxlen=0).extend
@@ -53,26 +53,6 @@ WHEN_NOT_REPEATED = (
 )
 
 
-class Extra:
-    """The inputs that every block of a network gets besides x."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        leaves = tree_leaves((args, kwargs)) if args or kwargs else ()
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self.watched = [t for t in self.tensors if not t.is_inference()]
-        self._around: tuple[Generators, Autocast] | None = None
-
-    def around(self, x: Tensor) -> tuple[Generators, Autocast]:
-        """The generators that a block may draw from, and how autocast is set."""
-        if self._around is None:
-            devices = tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
-            self._around = Generators(devices, self.generators), autocast_state(x.device.type)
-        return self._around
-
-
 class Enough(BaseException):
     """A replay has all it is run for. Not an `Exception`: blocks may catch those."""
 
@@ -82,28 +62,47 @@ class Call:
 
     def __init__(self, block: Any, extra: Extra, name: str, memo: Memo | None = None) -> None:
         self.block = block
-        self.extra = extra
+        self.extra: Extra | None = extra  # until the first run is over: what blocks put into its lists leads back here
+        self.contains = extra.contains
         self.name = name
         self.parts = parts_of(block, name, memo)
         self.takes_gradients = False  # inside its own forward
-        self.watched = self.parts.watched + extra.watched if extra.watched else self.parts.watched
+        self.args = extra.args
+        self.kwargs = extra.kwargs
 
     def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
+        extra, self.extra = self.extra, None
+        assert extra is not None
+        self._note(extra)
         self.versions = list(map(version, self.watched))
-        self.generators, self.autocast = self.extra.around(x)
+        self.generators, self.autocast = extra.around(x)
         self.requires_grad = x.requires_grad
         self.places = shared(self.generators.places())
         self.recorded = torch.is_grad_enabled()
         before = x._version
         with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
-            y = self.block(x, *self.extra.args, **self.extra.kwargs)
+            y = self.block(x, *extra.args, **extra.kwargs)
         self.writes = x._version != before
         self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
         return y
+
+    def _note(self, extra: Extra) -> None:
+        """Copy the containers that the block may put something into: among its arguments, and as attributes of its modules."""
+        copies: dict[int, Any] = {}
+        inside: list[Tensor] = []
+        self.attributes = self.parts.attributes(copies, inside)
+        if self.contains:
+            self.args, self.kwargs = self._arguments(copies, inside)
+        watched = [t for t in inside if not t.is_inference()] + extra.watched
+        self.watched = self.parts.watched + watched if watched else self.parts.watched
+
+    def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
+        kwargs = {name: copied(value, copies, inside) for name, value in self.kwargs.items()}
+        return copied(self.args, copies, inside), kwargs
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
         """Run the block as it was run first, on a fresh x; its output.
@@ -132,7 +131,10 @@ class Call:
         hook = saved.append if wanted is None and not self.takes_gradients else pack
         grad = torch.is_grad_enabled()
         now = self.generators.places()
-        own, replay = self.parts.exchanged(fresh=grad)
+        copies: dict[int, Any] = {}
+        args, kwargs = self._arguments(copies) if self.contains else (self.args, self.kwargs)
+        attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
+        own, replay = self.parts.exchanged(grad, attributes)
         original = [
             {name: entries[name] for name in other if name in entries}
             for entries, other in zip(own, replay, strict=True)
@@ -153,7 +155,7 @@ class Call:
                     with surroundings, saved_tensors_hooks(hook, unpack):
                         x = x.requires_grad_(self.requires_grad)
                         x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
-                        y = self.block(x, *self.extra.args, **self.extra.kwargs)
+                        y = self.block(x, *args, **kwargs)
                 except Enough:
                     return None
                 finally:
