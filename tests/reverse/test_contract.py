@@ -169,6 +169,7 @@ def gradients(of: Tensor, model: nn.Module, *leaves: Tensor, **options: Any) -> 
 
 for _name, _gamma in (
     ("gamma=1", 1), ("gamma near 1", 1 - 1 / 50_000), ("gamma=1/8", 0.125), ("gamma=0.1", 0.1),
+    ("powers of two", [0.125, 0.5, 1, 2**-7, 0.25, 2**-8, 0.125]),
     ("gamma per layer", [0.5, 0.9, 1, 0.99, 0.1, 1, 0.3]),
 ):  # fmt: skip
     condition(schemes=FORMS, name=_name, gamma=_gamma)(two_steps)
@@ -609,6 +610,16 @@ def test_the_inverse_at_any_gamma_and_depth(gamma: float | str, depth: int) -> N
         back = net.inverse(state)
     assert not torch.equal(state.x, back)
     assert torch.equal(back, first.decode(first.encode(x), x.dtype))
+
+
+@pytest.mark.parametrize("bits", [[1] * 20, [2] * 9, [3] * 17, [4] * 5, [5] * 9, [8] * 3, [3, 1, 0, 7, 8, 2, 6]])
+def test_powers_of_two_keep_their_bits_and_no_more(bits: list[int]) -> None:
+    """γ = 1/2^k: k bits an element and layer, to the last byte."""
+    net, x = rg.MomentumNet([Mlp() for _ in bits], gamma=[Fraction(1, 2**k) for k in bits]).double(), torch.randn(3, 8)
+    first = begun(net, x.double()).fixed
+    state = net.encode(x.double())
+    assert sum(b.nbytes for b in state.held.buffers) == -(-sum(bits) // 8) * x.numel()
+    assert torch.equal(net.inverse(state), first.decode(first.encode(x.double()), torch.float64))
 
 
 @pytest.mark.parametrize("grad", [True, False])

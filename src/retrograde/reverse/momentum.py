@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.buffers import buffers
+from ..arithmetic.buffers import buffers, straddles
 from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
 from ..arithmetic.reference import carried, packed, scaled, unpacked
@@ -90,6 +90,11 @@ class Recurrence:
     def begins(self) -> dict[int, torch.dtype | None]:
         """Where the information buffers begin, and their dtypes."""
         return buffers(self.gammas)
+
+    @cached_property
+    def straddles(self) -> dict[int, int]:
+        """Where a step takes bits to the buffer before its own, too, and how many."""
+        return straddles(self.gammas)
 
 
 class MomentumGradient:
@@ -262,8 +267,8 @@ class Momentum(State):
             return self._launch(y)
         if k in self.begins:
             dtype = self.begins[k]
-            self.buffers = self.buffers if self.reversible else []
-            self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
+            needed = self.buffers if self.reversible else self.buffers[-1:] if k in self.recurrence.straddles else []
+            self.buffers = [*needed, None if dtype is None else torch.zeros_like(self.x, dtype=dtype)]
         return super().advance(k, y)
 
     def take(self, k: int, y: Tensor) -> Tensor:
@@ -275,8 +280,9 @@ class Momentum(State):
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
             gradient.masks[k] = mask
         arguments = self._arguments(k, y)
+        watch = self.range.rows[k + 1]
         self.kernels.advance(
-            self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, self.range.rows[k + 1], mask
+            self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, watch, mask, *self._before(k)
         )
         return out
 
@@ -285,7 +291,8 @@ class Momentum(State):
         self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
 
     def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._arguments(k, y), self.fixed.guard, out)
+        arguments = self._arguments(k, y)
+        self.kernels.retreat(self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, *self._before(k))
 
     def end(self, k: int) -> None:
         super().end(k)
@@ -357,12 +364,10 @@ class Momentum(State):
         n, d, _, factor = self.recurrence.factors[k]
         scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
         y = y.detach()
-        return (
-            y if type(y) is Tensor else with_address(y),
-            self.dtype,
-            n,
-            d,
-            scale,
-            2.0**-self.fixed.bits,
-            self.gradient.form_of(k),
-        )
+        y = y if type(y) is Tensor else with_address(y)
+        return y, self.dtype, n, d, scale, 2.0**-self.fixed.bits, self.gradient.form_of(k)
+
+    def _before(self, k: int) -> tuple[Tensor | None, int]:
+        """The buffer before that of step k, and how many bits of the step's digit go there."""
+        over = self.recurrence.straddles.get(k, 0)
+        return self.buffers[-2] if over else None, over
