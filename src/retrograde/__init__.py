@@ -15,6 +15,7 @@ from .convert import GammaWarmup, Plan, convert, plan, revert
 from .errors import RangeOverflow, ReplayError
 from .memory import measure
 from .nets.momentum import MomentumNet, State
+from .reverse.sign import RandomSign
 from .settle import settle
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "FixedPoint", "GammaWarmup", "MomentumNet", "Plan", "RangeOverflow", "ReplayError", "State", "convert", "measure", "plan", "revert",
-    "settle",
+    "FixedPoint", "GammaWarmup", "MomentumNet", "Plan", "RandomSign", "RangeOverflow", "ReplayError", "State", "convert", "measure",
+    "plan", "revert", "settle",
 ]  # fmt: skip
 
 

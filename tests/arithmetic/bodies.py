@@ -39,26 +39,31 @@ def state(
 
 
 def step_both(
-    ours: Any, state_: tuple[Any, ...], gamma: Fraction, form: int, guard: int
+    ours: Any, state_: tuple[Any, ...], gamma: Fraction, form: int, guard: int, over: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """The state after a step on and a step back, by our kernels and by the reference."""
+    """The state after a step on and a step back, by our kernels and by the reference.
+
+    `over`: so many bits of a shift go to the buffer i, and the others to a fresh one after it.
+    """
     found = []
     for module in (ours, reference):
         x, v, i, y, out = (None if t is None else t.clone() for t in state_)
+        before, i = (i, torch.zeros_like(i)) if over else (None, i)
         watch = torch.zeros(2, device=x.device)
         n, d = gamma.numerator, gamma.denominator
         step = (y, out.dtype, n, d, float(gain(gamma)) * 2.0**20, 2.0**-20, form)
         mask = bits(x) if form == 2 else None
-        module.advance(x, v, i, *step, guard, out, watch, mask)
-        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch, mask)]
+        module.advance(x, v, i, *step, guard, out, watch, mask, before, over)
+        trace = [t if t is None else t.clone() for t in (x, v, i, out, watch, mask, before)]
         if n:
             module.pull(x, v, 2.0**-20, guard, out)
             trace.append(out.clone())
-            further = [None if t is None else t.clone() for t in (x, v, i)]
-            module.retreat(*further, *step, guard, out)  # and the first half of the step before
-            trace += [*further, out.clone()]
-            module.retreat(x, v, i, *step, guard, None)
-            trace += [x, v, i]
+            *further, rest = [None if t is None else t.clone() for t in (x, v, i, before)]
+            module.retreat(*further, *step, guard, out, rest, over)  # and the first half of the step before
+            trace += [*further, rest, out.clone()]
+            module.retreat(x, v, i, *step, guard, None, before, over)
+            assert not over or not i.any(), "what was pushed is popped"
+            trace += [x, v, before if over else i]
         found.append(trace)
     return found[0], found[1]
 

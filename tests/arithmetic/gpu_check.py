@@ -50,8 +50,9 @@ def steps_are_those_of_plain_torch(device: str) -> str:
                     drawn = state(NINE_TENTHS, (3, 40_000), width, "contiguous", dtype, 5, integers)
                     on = tuple(None if t is None else t.to(device) for t in drawn)
                     for given in (on, on, tuple(None if t is None else Shifted(t) for t in on)):
-                        found, wanted = step_both(ours, given, NINE_TENTHS, form, 3)
-                        count += same(found, wanted)
+                        for gamma, over in ((NINE_TENTHS, 0), (Fraction(1, 8), 0), (Fraction(1, 8), 2)):
+                            found, wanted = step_both(ours, given, gamma, form, 3, over)
+                            count += same(found, wanted)
     return f"{count} tensors"
 
 

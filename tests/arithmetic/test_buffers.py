@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrograde.arithmetic.buffers import buffers, next_bound
+from retrograde.arithmetic.buffers import buffers, next_bound, powers, straddles
 
 NINE_TENTHS = Fraction(9, 10)
 WIDTHS = (torch.uint8, torch.int16, torch.int32)
@@ -54,14 +54,37 @@ def test_no_buffer_without_a_multiplication() -> None:
     assert buffers([Fraction(1)] * 5) == {0: None}
 
 
-@given(st.lists(st.fractions(0, 1, max_denominator=2**12), min_size=1, max_size=60))
+@given(st.lists(st.fractions(0, 1, max_denominator=2**12), min_size=1, max_size=60).filter(lambda g: not straddles(g)))
 def test_every_bound_fits_its_dtype_where_gamma_differs(gammas: list[Fraction]) -> None:
     assert fits(buffers(gammas), gammas)
 
 
-@given(st.fractions(0, 1, max_denominator=2**12).filter(lambda g: 0 < g < 1), st.integers(1, 300))
+@given(
+    st.fractions(0, 1, max_denominator=2**12).filter(lambda g: 0 < g < 1 and not straddles([g] * 8)),
+    st.integers(1, 300),
+)
 def test_every_bound_fits_its_dtype(gamma: Fraction, depth: int) -> None:
     assert fits(buffers([gamma] * depth), [gamma] * depth)
+
+
+@given(st.one_of(st.integers(0, 8).map(lambda k: [k] * 100), st.lists(st.integers(0, 8), min_size=1, max_size=100)))
+def test_powers_of_two_hold_their_bits_and_no_more(bits: list[int]) -> None:
+    """k a layer, byte after byte: no bit is left free but in the last one."""
+    gammas = [Fraction(1, 2**k) for k in bits]
+    begins, over = buffers(gammas), straddles(gammas)
+    assert powers(gammas) == bits
+    assert held(begins) == -(-sum(bits) // 8)
+    assert set(over) <= set(begins)
+    full: list[int] = []  # bits in each byte
+    for k, more in enumerate(bits):
+        if k in over:
+            full[-1] += over[k]
+        if begins.get(k):
+            full.append(0)
+        if more:
+            full[-1] += more - over.get(k, 0)
+    assert all(n == 8 for n in full[:-1])
+    assert all(0 < n <= 8 for n in full)
 
 
 @given(st.sampled_from([Fraction(1, 2), Fraction(1, 10), Fraction(3, 7)]), st.integers(1, 14))

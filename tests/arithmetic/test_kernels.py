@@ -27,7 +27,8 @@ OURS = ["cpu", *(["cuda"] if cuda is not None else [])]
 NINE_TENTHS = Fraction(9, 10)
 INTEGERS = [torch.int32, torch.int16]
 ratios = st.one_of(
-    st.sampled_from([NINE_TENTHS, Fraction(99, 100), Fraction(1, 2), Fraction(1, 10), Fraction(1), Fraction(0)]),
+    st.sampled_from([NINE_TENTHS, Fraction(99, 100), Fraction(1, 10), Fraction(1), Fraction(0)]),
+    st.integers(1, 18).map(lambda k: Fraction(1, 2**k)),
     st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p))),
 )
 
@@ -86,7 +87,9 @@ def test_steps_have_the_bits_of_the_reference(
         width = torch.int32
     guard = guard if integers == torch.int32 else guard % 7
     s = tuple(t if t is None else t.to(device) for t in state(gamma, shape, width, layout, dtype, seed, integers, seen))
-    found, wanted = step_both(module, s, gamma, form, guard)
+    bits = gamma.denominator.bit_length() - 1 if gamma == Fraction(1, 1 << gamma.denominator.bit_length() - 1) else 0
+    over = data.draw(st.integers(0, max(bits - 1, 0)))
+    found, wanted = step_both(module, s, gamma, form, guard, over)
     for a, b in zip(found, wanted, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
@@ -119,6 +122,14 @@ def test_steps_at_the_ends_of_the_range(name: str, gamma: Fraction) -> None:
     found, wanted = step_both(module, s, gamma, 0, 5)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert torch.equal(found[-2], s[1])
+
+
+@pytest.mark.usefixtures("threads")
+def test_shifts_by_several_threads() -> None:
+    s = state(Fraction(1, 8), (3, 70_001), torch.uint8, "contiguous", torch.float32, 3)
+    for over in (0, 2):
+        found, wanted = step_both(cpu, s, Fraction(1, 8), 0, 3, over)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e12])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from algorithm1 import divide_ref, multiply_ref
 from retrograde.arithmetic.buffers import next_bound
-from retrograde.arithmetic.multiply import multiply
+from retrograde.arithmetic.multiply import multiply, pop, push, shift
 from retrograde.arithmetic.ratio import LIMIT
 
 ratios = st.tuples(st.integers(1, LIMIT - 1), st.integers(2, LIMIT - 1)).map(lambda p: Fraction(min(p), max(p)))
@@ -31,6 +31,33 @@ def test_exchanging_n_and_d_undoes_multiply_for_any_buffer(v: list[int], gamma: 
     back, emptied = multiply(after, buffer, d, n)
     assert torch.equal(back, before)
     assert torch.equal(emptied, i)
+
+
+@given(values, st.integers(1, 18), st.data())
+def test_shifts_are_the_multiplication_by_a_power_of_two(v: list[int], k: int, data: st.DataObject) -> None:
+    """Also where the digit is divided between two buffers."""
+    over = data.draw(st.integers(0, k - 1))
+    digits = st.lists(st.integers(0, 2**31 // 2**k - 1), min_size=len(v), max_size=len(v))
+    i = torch.tensor(data.draw(digits), dtype=torch.int32)
+    start = torch.tensor(v, dtype=torch.int32)
+    wanted, whole = multiply(start, i, 1, 2**k)
+    now, first, second = start.clone(), i.clone(), torch.zeros_like(i)
+    push(now, second if over else first, k, first if over else None, over)
+    assert torch.equal(now, wanted)
+    low, high = start & (1 << over) - 1, (start >> over) & (1 << k - over) - 1
+    assert torch.equal(first, (i << over) + low if over else whole)
+    assert torch.equal(second, high if over else torch.zeros_like(i))
+    pop(now, second if over else first, k, first if over else None, over)
+    assert torch.equal(now, start)
+    assert torch.equal(first, i)
+    assert not second.any()
+
+
+def test_which_ratios_are_shifts() -> None:
+    found = {(n, d): shift(n, d) for n in range(70) for d in range(1, 70)}
+    powers = {2**k: k for k in range(1, 7)}
+    wanted = {(1, d): k for d, k in powers.items()} | {(n, 1): -k for n, k in powers.items()}
+    assert {ratio: k for ratio, k in found.items() if k} == wanted
 
 
 @given(values, ratios)

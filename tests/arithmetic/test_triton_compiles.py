@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from retrograde.arithmetic import cuda
 
-RATIO = ["i64", "i32", "i32", "u32", "i32", "u32", "i32", "i32", "fp32", "fp32", "i32"]  # size, n, d, ..., scale, unit, guard
+RATIO = ["i64", "i32", "i32", "u32", "i32", "u32", "i32", "i32", "i32", "fp32", "fp32", "i32"]  # size, n, d, ..., over, scale, ...
 
 
 def compiled(kernel, types, **constants):
@@ -34,10 +34,11 @@ for x in ("*i32", "*i16"):
     for y, seen in (("*fp32", tl.float32), ("*bf16", tl.bfloat16), ("*bf16", tl.float32)):
         out = "*fp32" if seen == tl.float32 else "*bf16"
         for form in range(3):
-            for kind in (0, 2, 3):
-                of = {"KIND": kind, "FORM": form, "SEEN": seen}
-                compiled(cuda._advance, [x, x, "*u8", y, out, "*fp32", "*u8", *RATIO], **of, MASK=form == 2, BLOCK=1024)
-                compiled(cuda._retreat, [x, x, "*u8", y, out, *RATIO], **of, PULL=kind == 2, BLOCK=1024)
+            for kind in (0, 2, 3) if form else (0, 2, 3, 4, 5):
+                of = {"KIND": kind, "OVER": kind >= 4, "FORM": form, "SEEN": seen}
+                types = [x, x, "*u8", y, out, "*fp32", "*u8", "*u8", *RATIO]
+                compiled(cuda._advance, types, **of, MASK=form == 2, BLOCK=1024)
+                compiled(cuda._retreat, [x, x, "*u8", y, out, "*u8", *RATIO], **of, PULL=kind == 2, BLOCK=1024)
             types = ["*fp32", "*fp32", y, "*fp32", "*fp32", y, "*u8", "*u8", "i64", "fp32", "fp32", "fp32", "fp32"]
             cast = y != "*fp32" or form == 2
             for after in (False, True):

@@ -23,9 +23,10 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert SAYS[name] in capsys.readouterr().out
 
 
-def test_page() -> None:
-    page = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["convert", "random-sign"])
+def test_page(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     require("torchvision")  # beside a CPU build of PyTorch it needs help to be imported
     snippet = re.findall(r"```python\n(.*?)```", page, re.S)[0]
     assert "rg.convert(" in snippet
-    exec(compile(snippet, "docs/convert.md", "exec"), {})
+    exec(compile(snippet, f"docs/{name}.md", "exec"), {})

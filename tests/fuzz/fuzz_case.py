@@ -35,6 +35,7 @@ class Case:
     kinds: tuple[str, ...]  # of the distinct blocks
     order: tuple[int, ...]  # the block of each layer: ties
     gammas: tuple[float, ...]  # one, or one per layer
+    signed: bool  # γ of random sign
     form: str
     velocity: str
     dtype: torch.dtype
@@ -58,7 +59,7 @@ class Case:
         ]
         if len(set(self.order)) < len(self.order):
             parts.append(f"order {','.join(map(str, self.order))}")
-        parts.append(f"γ {','.join(f'{g:.5g}' for g in self.gammas)}")
+        parts.append(f"γ {'±' * self.signed}{','.join(f'{g:.5g}' for g in self.gammas)}")
         parts.append(f"{str(self.dtype)[6:]}" + (f" autocast {str(self.autocast)[6:]}" if self.autocast else ""))
         parts += [f"{name} {value}" for name, value in (
             ("form", self.form), ("velocity", self.velocity), ("fixed point", self.fixed_point), ("verify", self.verify),
@@ -103,8 +104,9 @@ def draw(seed: int) -> Case:
     needs_input = rng.random() < 0.6 or (layout == "image" and strides != "dense")
     narrow = dtype != torch.float64 and rng.random() < 0.15
     bits: list[int | None] = [None, None, 6] if narrow else [None, None, 16, 20, 22 if not half else 12]
+    signed = all(0 < g < 1 for g in gammas) and Random(seed + 2).random() < 0.2
     return Case(
-        seed, layout, kinds, order, gammas,
+        seed, layout, kinds, order, gammas, signed,
         form=rng.choice(["branch", "block", "relu"]),
         velocity=rng.choice(["none", "none", "first", "module", "function"]),
         dtype=dtype,
@@ -151,8 +153,9 @@ def build(case: Case) -> rg.MomentumNet:
     velocity: Any = {"none": None, "first": "first", "function": torch.sin}.get(case.velocity)
     if case.velocity == "module":
         velocity = Mlp(rng) if case.layout != "image" else nn.Conv2d(CHANNELS, CHANNELS, 1)
+    gamma: Any = case.gammas[0] if len(case.gammas) == 1 else case.gammas
     net = rg.MomentumNet(
-        [blocks[k] for k in case.order], gamma=case.gammas[0] if len(case.gammas) == 1 else case.gammas, form=case.form,
+        [blocks[k] for k in case.order], gamma=rg.RandomSign(gamma) if case.signed else gamma, form=case.form,
         velocity=velocity, memory="store", fixed_point=case.fixed_point, verify=case.verify, overflow=case.overflow,
     )  # fmt: skip
     return net.to(case.dtype)

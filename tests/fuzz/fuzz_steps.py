@@ -178,8 +178,8 @@ class Program:
             state = self.net.encode(self.x, *self.args, **self.kwargs)
         self.found |= {"x": state.x.detach(), "v": state.v.detach()}
         self.found |= {"integer x": state.held.x, "integer v": state.held.v}
-        shifts = state.held.shifts
-        first = shifts[min(shifts)].before if shifts else state.fixed  # the pass may have widened its range
+        widenings = state.held.widenings
+        first = widenings[min(widenings)].before if widenings else state.fixed  # the pass may have widened its range
         if self.case.repeatable and self.case.overflow == "raise":
             with self.autocast():
                 x0 = self.net.inverse(state, *self.args, **self.kwargs)

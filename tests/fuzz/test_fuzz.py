@@ -31,6 +31,7 @@ def test_the_same_seed_draws_the_same_case_and_all_kinds_of_work_are_drawn() -> 
     assert cases == [draw(seed) for seed in range(600)]
     assert {c.program for c in cases} == set(PROGRAMS)
     assert all(str(c).startswith(f"seed {c.seed}:") and "\n" not in str(c) for c in cases)
+    assert 60 < sum(c.signed for c in cases) < 130
     assert {len(c.order) for c in cases} >= {1, 2, 40}
     assert {c.dtype for c in cases} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 

@@ -43,6 +43,19 @@ class Retrograde(Contender):
         return PlainMomentum(blocks, gammas, form == "block", velocity)
 
 
+class RandomSign(Retrograde):
+    """With γ of random sign. There is no float recurrence beside it: its signs are the network's own."""
+
+    def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:
+        gamma = options.pop("gamma", 1 / 8)
+        if not isinstance(gamma, float | int):
+            raise CannotExpress
+        return super().net(blocks, stored, gamma=rg.RandomSign(gamma if 0 < gamma < 1 else 1 / 8), **options)
+
+    def plain(self, blocks: Sequence[nn.Module], **options: Any) -> nn.Module:  # type: ignore[override]
+        raise CannotExpress
+
+
 class PlainMomentum(nn.Module):
     """The momentum recurrence in floats, by autograd alone."""
 

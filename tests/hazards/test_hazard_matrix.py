@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hazard_contenders import Checkpoint, Retrograde
+from hazard_contenders import Checkpoint, RandomSign, Retrograde
 from hazard_list import ALL, THEMES
 from hazard_registry import HAZARDS, Cell, Contender, Hazard, Setting, attempt, judge
 from torch import Tensor, nn
@@ -51,6 +51,17 @@ def test_never_silently_wrong(h: Hazard) -> None:
     cell = judge(h, Retrograde())
     expected = "raises" if h.name in REFUSED | SEEN_BY_VERIFY_ONLY else "right"
     assert cell.kind == expected or (h.name in COULD_BE_RIGHT and cell.kind == "right"), cell
+
+
+SIGNED = [h.name for h in ALL if not h.name.startswith("depth_") and h.name != "two_threads"]
+"""Two threads draw from one generator as it comes, so their signs, like their dropout, are not those of another run."""
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_never_silently_wrong_with_random_signs(name: str) -> None:
+    cell = judge(HAZARDS[name], RandomSign())
+    usual = {"raises"} if name in REFUSED | SEEN_BY_VERIFY_ONLY else {"right"}
+    assert cell.kind in usual | {"cannot"} | ({"right"} if name in COULD_BE_RIGHT else set()), cell
 
 
 @pytest.mark.parametrize("name", sorted(SEEN_BY_VERIFY_ONLY))

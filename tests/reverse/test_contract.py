@@ -47,6 +47,8 @@ from retrograde import nets
 
 Run = Callable[[nn.Module, Tensor], list[Tensor | None]]
 FORMS = SCHEMES[:3]
+SIGN = rg.RandomSign(1 / 8)
+SIGNS = rg.RandomSign([0.5, 0.9, 1 / 3, 0.125, 0.1, 0.25, 0.3])
 
 
 def plans_of(scheme: str) -> tuple[Plan, ...]:
@@ -169,6 +171,7 @@ def gradients(of: Tensor, model: nn.Module, *leaves: Tensor, **options: Any) -> 
 
 for _name, _gamma in (
     ("gamma=1", 1), ("gamma near 1", 1 - 1 / 50_000), ("gamma=1/8", 0.125), ("gamma=0.1", 0.1),
+    ("powers of two", [0.125, 0.5, 1, 2**-7, 0.25, 2**-8, 0.125]),
     ("gamma per layer", [0.5, 0.9, 1, 0.99, 0.1, 1, 0.3]),
 ):  # fmt: skip
     condition(schemes=FORMS, name=_name, gamma=_gamma)(two_steps)
@@ -177,6 +180,14 @@ for _name, _velocity in (("first", "first"), ("module", nn.Linear(8, 8)), ("func
 condition(
     schemes=FORMS, name="gamma per layer and velocity", gamma=[1, 0.3, 0.99, 0.9, 0.5, 0.2, 0.7], velocity="first"
 )(two_steps)
+condition(schemes=FORMS, name="random sign", gamma=SIGN)(two_steps)
+condition(schemes=FORMS, name="random sign, per layer, and velocity", gamma=SIGNS, velocity="first")(two_steps)
+condition(schemes=FORMS, name="random sign, v from a module", gamma=SIGN, velocity=nn.Linear(8, 8))(two_steps)
+condition(schemes=FORMS, name="random sign and 16 bits", gamma=SIGN, fixed_point="int16")(two_steps)
+condition(
+    *KINDS["attention+dropout"][:1], FORMS, KINDS["attention+dropout"][1], name="random sign and dropout", gamma=SIGN
+)(two_steps)
+condition(conv, FORMS, (3, 4, 5, 5), name="random sign and convolutions", gamma=SIGNS)(two_steps)
 condition(name="a range that is given", fixed_point=rg.FixedPoint(18, torch.int32))(two_steps)
 condition(name="verify=off", verify="off")(two_steps)
 condition(tied=True, name="one block again and again")(two_steps)
@@ -574,6 +585,18 @@ def the_range_of_16_bits_widens(model: nn.Module, x: Tensor) -> list[Tensor | No
     return step(model, x)
 
 
+for _run in (  # what may depend on how a step's gradient is made, with signs
+    autocast_with_backward_inside, autocast_with_backward_outside, through_the_graph_twice, second_order, many_gradients_at_once,
+    used_twice_in_one_graph_and_several_passes_at_once, part_of_the_gradients, a_loss_on_one_element, hooks_that_look_between_blocks,
+    hooks_that_change_the_gradient, mode_changed_between_forward_and_backward, evaluation_in_between, an_optimizer_in_backward,
+):  # fmt: skip
+    condition(schemes=FORMS, name=f"random sign: {_run.__name__}", gamma=SIGN)(_run)
+for _run in (the_range_widens_once, the_range_widens_again_and_again, the_range_widens_late_and_comes_back):
+    condition(Grows, FORMS, name=f"random sign: {_run.__name__}", gamma=SIGNS)(_run)
+condition(Scribbles, FORMS, name="random sign and overwritten input", gamma=SIGN)(step)
+condition(SometimesNothing, FORMS, name="random sign and blocks that save nothing", gamma=SIGN)(step)
+
+
 @pytest.mark.parametrize(("scheme", "name"), [(s, n) for n, c in CONDITIONS.items() for s in c.schemes])
 @pytest.mark.filterwarnings("ignore:the input of this pass", "ignore:Full backward hook is firing")
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
@@ -609,6 +632,16 @@ def test_the_inverse_at_any_gamma_and_depth(gamma: float | str, depth: int) -> N
         back = net.inverse(state)
     assert not torch.equal(state.x, back)
     assert torch.equal(back, first.decode(first.encode(x), x.dtype))
+
+
+@pytest.mark.parametrize("bits", [[1] * 20, [2] * 9, [3] * 17, [4] * 5, [5] * 9, [8] * 3, [3, 1, 0, 7, 8, 2, 6]])
+def test_powers_of_two_keep_their_bits_and_no_more(bits: list[int]) -> None:
+    """γ = 1/2^k: k bits an element and layer, to the last byte."""
+    net, x = rg.MomentumNet([Mlp() for _ in bits], gamma=[Fraction(1, 2**k) for k in bits]).double(), torch.randn(3, 8)
+    first = begun(net, x.double()).fixed
+    state = net.encode(x.double())
+    assert sum(b.nbytes for b in state.held.buffers) == -(-sum(bits) // 8) * x.numel()
+    assert torch.equal(net.inverse(state), first.decode(first.encode(x.double()), torch.float64))
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -15,9 +15,9 @@ from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.coupling import Coupling
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
-from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.range import PassRange
 from retrograde.reverse.residual import Residual
+from retrograde.reverse.sign import in_mode, state_of
 
 SCHEMES = ("branch", "block", "relu", "coupling", "residual")
 """The three forms of the momentum scheme, the coupling, and the plain residual network."""
@@ -95,10 +95,11 @@ class Mixed(nn.Module):
         settings = {"verify": net.verify, "memo": net.memo, "deferred": net.range.deferred, **self.plan}
         if isinstance(net, CouplingNet):
             run = Pass(Coupling(x, net.recurrence, begun(net, x)), x, depth, **settings)
-        elif not any(net.recurrence.gammas):
+        elif not any(in_mode(net.recurrence, net.training).gammas):
+            settings |= {"reversed": 0, "kept": sum(self.plan.values())}
             run = Pass(Residual(x, net.form), x, depth, **settings)
         else:
-            run = Pass(Momentum(x, net.recurrence, begun(net, x), reversible=False), x, depth, **settings)
+            run = Pass(state_of(x, net.recurrence, begun(net, x), reversible=False), x, depth, **settings)
             if net.velocity == "first":
                 run.launch(net.blocks[0], extra)
             elif net.velocity is not None:

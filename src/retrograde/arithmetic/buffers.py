@@ -10,13 +10,16 @@ must keep, the second is paid once per buffer. The dtype follows from the bound;
 buffer is put away and a fresh one begun, so depth is unlimited. Of all layouts this takes the one that holds least, and of
 those the one whose steps read and write least: two uint8 rather than one int16, where both would do.
 
-The layout is part of what the network computes: the digits popped from a buffer decide the last bit of v.
+The layout is part of what the network computes: the digits popped from a buffer decide the last bit of v. Not so where every γ is
+1/2^k: then nothing is popped. So there k bits a layer are held and no more: the digits fill one byte after another, and one that does
+not fit a byte is divided between two (`straddles`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 
@@ -31,6 +34,28 @@ def next_bound(bound: int, gamma: Fraction) -> int:
     return bound if n == d or n == 0 else (bound // n) * d + d - 1
 
 
+def powers(gammas: Sequence[Fraction]) -> list[int] | None:
+    """The k of every γ = 1/2^k, if each is 1, 0 or one that pushes at most a byte."""
+    if any(g.numerator > 1 or g.denominator > 256 or g.denominator & (g.denominator - 1) for g in gammas):
+        return None
+    return [g.denominator.bit_length() - 1 for g in gammas]
+
+
+def straddles(gammas: Sequence[Fraction]) -> dict[int, int]:
+    """The layers whose digit is divided between two bytes, and how many of its bits the first one takes.
+
+    >>> straddles([Fraction(1, 8)] * 8)
+    {2: 2, 5: 1}
+    """
+    bits, found, total = powers(gammas) or (), {}, 0
+    for k, more in enumerate(bits):
+        free = -total % 8
+        if 0 < free < more:
+            found[k] = free
+        total += more
+    return found
+
+
 def buffers(gammas: Sequence[Fraction]) -> dict[int, torch.dtype | None]:
     """The layers at which a fresh buffer begins, and its dtype (None: no buffer is needed).
 
@@ -38,7 +63,16 @@ def buffers(gammas: Sequence[Fraction]) -> dict[int, torch.dtype | None]:
     {0: torch.uint8, 16: torch.uint8}
     >>> buffers([Fraction(9, 10)] * 200)
     {0: torch.int16, 61: torch.int32}
+    >>> list(buffers([Fraction(1, 8)] * 8))
+    [0, 2, 5]
     """
+    bits = powers(gammas)
+    if bits is not None:
+        totals = [0, *accumulate(bits)]
+        fresh: dict[int, torch.dtype | None] = {
+            k: torch.uint8 for k in range(len(bits)) if -(-totals[k + 1] // 8) > -(-totals[k] // 8)
+        }
+        return fresh if 0 in fresh else {0: None, **fresh}
     depth = len(gammas)
     lengths = _lengths(gammas) if len(set(gammas)) == 1 else None
     searched = lengths is not None or depth <= _SEARCHED

@@ -7,6 +7,7 @@
  * f is y (form 0), y - x*unit (1) or relu(x*unit + y) - x*unit (2); an advance then sets the bits of the mask, if there is one,
  * where the relu lets its input through. The multiplication by n/d is the one of multiply.py. Quotients of integers are
  * floor((a + 1/2) * (1/b)) in float64: exact, because |a| < 2^50 and (a + 1/2)/b is at least 1/(2b) from any integer.
+ * By 1/2^k and by 2^k v is shifted instead.
  * Must be compiled without contraction of products and sums, and with the default rounding mode. */
 
 #include <math.h>
@@ -27,9 +28,38 @@ typedef struct {
     float *peak;        /* receives the largest |v| and |x| of an advance */
     int32_t bad;        /* a step was not finite or out of range */
     uint8_t *mask;      /* one bit an element, or null */
+    void *before;       /* of n/d = 1/2^k: the buffer that takes the lowest `over` of the k bits, or null */
+    int32_t over;
 } job;
 
 enum { ADVANCE, PULL, RETREAT };
+
+/* k bits from v to the buffers, and from them to v. */
+#define SHIFT(BUFFER)                                                                           \
+    static void push_##BUFFER(int32_t *restrict v, BUFFER *restrict i, BUFFER *restrict before, int64_t size, int k, int over) { \
+        const int rest = k - over, mask = (1 << rest) - 1, low = (1 << over) - 1;               \
+        if (before)                                                                             \
+            for (int64_t e = 0; e < size; e++) before[e] = (BUFFER)(before[e] << over | (v[e] & low)); \
+        for (int64_t e = 0; e < size; e++) {                                                    \
+            i[e] = (BUFFER)(i[e] << rest | (v[e] >> over & mask));                              \
+            v[e] >>= k;                                                                         \
+        }                                                                                       \
+    }                                                                                           \
+    static void pop_##BUFFER(int32_t *restrict v, BUFFER *restrict i, BUFFER *restrict before, int64_t size, int k, int over) { \
+        const int rest = k - over, mask = (1 << rest) - 1, low = (1 << over) - 1;               \
+        for (int64_t e = 0; e < size; e++) {                                                    \
+            v[e] = (int32_t)((uint32_t)v[e] << rest | (uint32_t)(i[e] & mask));                 \
+            i[e] = (BUFFER)(i[e] >> rest);                                                      \
+        }                                                                                       \
+        if (before)                                                                             \
+            for (int64_t e = 0; e < size; e++) {                                                \
+                v[e] = (int32_t)((uint32_t)v[e] << over | (uint32_t)(before[e] & low));         \
+                before[e] = (BUFFER)(before[e] >> over);                                        \
+            }                                                                                   \
+    }
+SHIFT(uint8_t)
+SHIFT(int16_t)
+SHIFT(int32_t)
 
 #define MULTIPLY(BUFFER)                                                                        \
     static void multiply_##BUFFER(int32_t *restrict v, BUFFER *restrict i, int64_t size, double n, double d) { \
@@ -47,17 +77,27 @@ MULTIPLY(uint8_t)
 MULTIPLY(int16_t)
 MULTIPLY(int32_t)
 
+#define MOVE(BUFFER)                                                                            \
+    do {                                                                                        \
+        BUFFER *i = (BUFFER *)j->i + from, *before = j->before ? (BUFFER *)j->before + from : 0; \
+        if (k && d > n) push_##BUFFER(j->v + from, i, before, size, k, j->over);                \
+        else if (k) pop_##BUFFER(j->v + from, i, before, size, k, j->over);                     \
+        else multiply_##BUFFER(j->v + from, i, size, n, d);                                     \
+    } while (0)
+
 static void multiply(const job *j, int64_t from, int64_t size, int32_t n, int32_t d) {
     if (n == d) return;
     if (n == 0) {
         for (int64_t e = from; e < from + size; e++) j->v[e] = 0;
-    } else if (j->width == 1) {
-        multiply_uint8_t(j->v + from, (uint8_t *)j->i + from, size, n, d);
-    } else if (j->width == 2) {
-        multiply_int16_t(j->v + from, (int16_t *)j->i + from, size, n, d);
-    } else {
-        multiply_int32_t(j->v + from, (int32_t *)j->i + from, size, n, d);
+        return;
     }
+    const int32_t less = n < d ? n : d, more = n < d ? d : n;
+    int k = 0; /* n/d = 1/2^k or 2^k */
+    if (less == 1 && (more & (more - 1)) == 0)
+        while (1 << k < more) k++;
+    if (j->width == 1) MOVE(uint8_t);
+    else if (j->width == 2) MOVE(int16_t);
+    else MOVE(int32_t);
 }
 
 /* Where the relu of a piece lets its input through: element 8b + k is bit k of byte b. */
@@ -162,6 +202,7 @@ void retrograde_run(job *whole, int32_t threads) {
         part.x += from;
         part.v += from;
         part.i = (char *)part.i + from * part.width;
+        part.before = part.before ? (char *)part.before + from * part.width : 0;
         part.y += from;
         part.out = part.out ? part.out + from : part.out;
         part.mask = part.mask ? part.mask + from / 8 : part.mask;

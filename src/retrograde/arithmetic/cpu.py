@@ -25,16 +25,19 @@ PIECE = 1 << 16
 def advance(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
-    if not alike(x, v, i, out):
-        reference.advance(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
+    if not alike(x, v, i, out, before):
+        reference.advance(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask, before, over)
         return
-    job = _compiled(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, form, guard, watch, mask)
+    job = _compiled(native.ADVANCE, x, v, i, y, out, seen, n, d, scale, unit, form, guard, watch, mask, before, over)
     if job is None:
         of_piece = torch.zeros_like(watch)
         watch.zero_()
-        for x_, v_, i_, y_, out_, mask_ in _pieces(x, v, i, y, out, mask):
-            reference.advance(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, of_piece, mask_)
+        for x_, v_, i_, y_, out_, mask_, before_ in _pieces(x, v, i, y, out, mask, before):
+            reference.advance(
+                x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, of_piece, mask_, before_, over
+            )
             torch.maximum(watch, of_piece, out=watch)
     elif job.bad:
         x0 = x - reference.rounded(v, guard)
@@ -52,12 +55,16 @@ def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 def retreat(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
-    if not alike(x, v, i, out):
-        reference.retreat(x, v, i, y, seen, n, d, scale, unit, form, guard, out)
-    elif _compiled(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, form, guard) is None:
-        for x_, v_, i_, y_, out_ in _pieces(x, v, i, y, out):
-            reference.retreat(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_)
+    if not alike(x, v, i, out, before):
+        reference.retreat(x, v, i, y, seen, n, d, scale, unit, form, guard, out, before, over)
+    elif (
+        _compiled(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, form, guard, None, None, before, over)
+        is None
+    ):
+        for x_, v_, i_, y_, out_, before_ in _pieces(x, v, i, y, out, before):
+            reference.retreat(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, before_, over)
 
 
 def carry(
@@ -84,6 +91,7 @@ def digest(words: Tensor, into: Tensor, seed: int, sign: int) -> None:
 def _compiled(
     what: int, x: Tensor, v: Tensor, i: Tensor | None, y: Tensor | None, out: Tensor | None, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, watch: Tensor | None = None, mask: Tensor | None = None,
+    before: Tensor | None = None, over: int = 0,
 ) -> native.Job | None:  # fmt: skip
     """The whole step in compiled code; None where there is none for it."""
     run = native.function("run")
@@ -99,6 +107,7 @@ def _compiled(
     job = native.Job(
         *addresses, x.numel(), width, n, d, guard, scale, unit, form, what,
         None if watch is None else watch.data_ptr(), 0, None if mask is None else mask.data_ptr(),
+        None if before is None else before.data_ptr(), over,
     )  # fmt: skip
     run(ctypes.addressof(job), _threads(x.numel()))
     if out is not None and result is not None and result is not out:

@@ -6,6 +6,7 @@ Quotients by n and d are products with precomputed reciprocals (Granlund and Mon
 
 exact, and no recompilation when γ changes. A negative v is shifted up by a multiple of d first. Products and sums are not
 contracted into fused ones, so the bits are those of the plain-torch bodies. Denominators from 2^15 on take 64-bit products.
+1/2^k and 2^k are shifts.
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, which is how they are tested without a GPU.
 """
 
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from . import reference
 from .layout import alike, laid_out_as
+from .multiply import shift
 from .ratio import NARROW
 from .reference import Factors
 
 BLOCK = 1024
 _MANY = 2**22
 """Words from which on a program hashes several blocks of them: there are enough to keep a device busy."""
-KEEP, ZERO, NARROW_RATIO, WIDE_RATIO = range(4)
+KEEP, ZERO, NARROW_RATIO, WIDE_RATIO, PUSH, POP = range(6)
 
 
 def reciprocal(b: int) -> tuple[int, int]:
@@ -58,7 +60,7 @@ def _round(a):
 
 @triton.jit
 def _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND: tl.constexpr):
-    """`multiply.multiply` of v and the buffer i by n/d."""
+    """`multiply.multiply` of v and the buffer i by n/d; `push` and `pop` of d bits."""
     if KIND == 2:
         rest = _quotient(i, m_n, s_n)
         u = i - rest * n
@@ -74,9 +76,35 @@ def _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND: tl.constexpr):
         q = tl.where(u - q * d < 0, q - 1, q)
         i = (rest.to(tl.int64) * d + (u - q * d)).to(tl.int32)
         v = q.to(tl.int32)
-    elif KIND == 1:
-        v = v * 0
+    elif KIND == 4:
+        i = (i << d) | (v & ((1 << d) - 1))
+        v = v >> d
+    elif KIND == 5:
+        v = (v << d) | (i & ((1 << d) - 1))
+        i = i >> d
     return v, i
+
+
+@triton.jit
+def _scaled(
+    v, i_ptr, before_ptr, at, inside, n, d, m_n, s_n, m_d, s_d, lift, over, KIND: tl.constexpr, OVER: tl.constexpr
+):
+    """v·n/d, and what that moves in the buffer. OVER: `over` of the bits of a shift are in the buffer before."""
+    if KIND == 1:
+        return v * 0
+    if KIND >= 2:
+        if OVER and KIND == 4:
+            before = tl.load(before_ptr + at, inside, other=0).to(tl.int32)
+            v, before = _multiply(v, before, n, over, m_n, s_n, m_d, s_d, lift, KIND)
+            tl.store(before_ptr + at, before, inside)
+        i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
+        v, i = _multiply(v, i, n, d - over, m_n, s_n, m_d, s_d, lift, KIND)
+        tl.store(i_ptr + at, i, inside)
+        if OVER and KIND == 5:
+            before = tl.load(before_ptr + at, inside, other=0).to(tl.int32)
+            v, before = _multiply(v, before, n, over, m_n, s_n, m_d, s_d, lift, KIND)
+            tl.store(before_ptr + at, before, inside)
+    return v
 
 
 @triton.jit
@@ -125,9 +153,9 @@ def _raise(float_ptr, most):
 
 @triton.jit
 def _advance(
-    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr, mask_ptr,
-    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
-    KIND: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, watch_ptr, mask_ptr, before_ptr,
+    size, n, d, m_n, s_n, m_d, s_d, lift, over, scale, unit, guard,
+    KIND: tl.constexpr, OVER: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -137,12 +165,7 @@ def _advance(
     step = _step(f, x0, scale, FORM)
     if MASK:
         _store_bits(mask_ptr, inside & ~(f <= 0), size, BLOCK)
-    if KIND >= 2:
-        i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
-        v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
-        tl.store(i_ptr + at, i, inside)
-    elif KIND == 1:
-        v = v * 0
+    v = _scaled(v, i_ptr, before_ptr, at, inside, n, d, m_n, s_n, m_d, s_d, lift, over, KIND, OVER)
     good = tl.abs(step) <= 1073741824.0
     v = v + tl.where(good, step, 0.0).to(tl.int32)
     # magnitudes as the bits of non-negative floats, which order as integers do, NaN above all
@@ -193,9 +216,9 @@ def _pull(x_ptr, v_ptr, out_ptr, size, unit, guard, BLOCK: tl.constexpr):
 
 @triton.jit
 def _retreat(
-    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr,
-    size, n, d, m_n, s_n, m_d, s_d, lift, scale, unit, guard,
-    KIND: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, PULL: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, v_ptr, i_ptr, y_ptr, out_ptr, before_ptr,
+    size, n, d, m_n, s_n, m_d, s_d, lift, over, scale, unit, guard,
+    KIND: tl.constexpr, OVER: tl.constexpr, FORM: tl.constexpr, SEEN: tl.constexpr, PULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -204,10 +227,7 @@ def _retreat(
     step = _step(f, x0, scale, FORM)
     good = tl.abs(step) <= 1073741824.0
     v = _held(tl.load(v_ptr + at, inside, other=0).to(tl.int32) - tl.where(good, step, 0.0).to(tl.int32), v_ptr)
-    if KIND >= 2:
-        i = tl.load(i_ptr + at, inside, other=0).to(tl.int32)
-        v, i = _multiply(v, i, n, d, m_n, s_n, m_d, s_d, lift, KIND)
-        tl.store(i_ptr + at, i, inside)
+    v = _scaled(v, i_ptr, before_ptr, at, inside, n, d, m_n, s_n, m_d, s_d, lift, over, KIND, OVER)
     tl.store(v_ptr + at, v, inside)
     if PULL:
         x = _held(x - _rounded(v, guard), x_ptr)
@@ -278,7 +298,9 @@ _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @lru_cache(maxsize=1024)
 def _ratio(n: int, d: int) -> tuple[int, ...]:
-    """n, d, their reciprocals, and the multiple of d that makes any v in range positive."""
+    """n, d, their reciprocals, and the multiple of d that makes any v in range positive. For a shift d is its bits."""
+    if shift(n, d):
+        return (0, abs(shift(n, d)), 0, 0, 0, 0, 0)
     lift = -(-(2**30) // d) if d < NARROW else 0  # no more: v + lift·d must stay where the quotient is exact
     return (n, d, *(reciprocal(n) if n > 1 else (0, -1)), *(reciprocal(d) if d > 1 else (0, -1)), lift)
 
@@ -286,6 +308,8 @@ def _ratio(n: int, d: int) -> tuple[int, ...]:
 def _kind(n: int, d: int) -> int:
     if n == d:
         return KEEP
+    if shift(n, d):
+        return PUSH if n < d else POP
     return ZERO if n == 0 else NARROW_RATIO if max(n, d) < NARROW else WIDE_RATIO
 
 
@@ -334,13 +358,15 @@ def decode(q: Tensor, unit: float, out: Tensor) -> None:
 def advance(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out):
-        reference.advance(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask)
+    if x.dtype == torch.int64 or not alike(x, v, i, out, before):
+        reference.advance(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask, before, over)
         return
-    tensors = (x, v, x if i is None else i, laid_out_as(x, y), out, watch, x if mask is None else mask)
-    numbers = (*_ratio(n, d), scale, unit, guard)
-    constants = (_kind(n, d), form, _FLOATS[seen], mask is not None)
+    i, before = x if i is None else i, x if before is None else before
+    tensors = (x, v, i, laid_out_as(x, y), out, watch, x if mask is None else mask, before)
+    numbers = (*_ratio(n, d), over, scale, unit, guard)
+    constants = (_kind(n, d), over > 0, form, _FLOATS[seen], mask is not None)
     _launch(_advance, tensors, x.numel(), numbers, *constants)
 
 
@@ -354,13 +380,15 @@ def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 def retreat(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out):
-        reference.retreat(x, v, i, y, seen, n, d, scale, unit, form, guard, out)
+    if x.dtype == torch.int64 or not alike(x, v, i, out, before):
+        reference.retreat(x, v, i, y, seen, n, d, scale, unit, form, guard, out, before, over)
         return
-    tensors = (x, v, x if i is None else i, laid_out_as(x, y), x if out is None else out)
-    numbers = (*_ratio(d, n), scale, unit, guard)
-    constants = (_kind(d, n), form, _FLOATS[seen], out is not None)
+    i, before = x if i is None else i, x if before is None else before
+    tensors = (x, v, i, laid_out_as(x, y), x if out is None else out, before)
+    numbers = (*_ratio(d, n), over, scale, unit, guard)
+    constants = (_kind(d, n), over > 0, form, _FLOATS[seen], out is not None)
     _launch(_retreat, tensors, x.numel(), numbers, *constants)
 
 

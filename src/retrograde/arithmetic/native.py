@@ -37,6 +37,7 @@ class Job(ctypes.Structure):
         ("size", ctypes.c_int64), ("width", ctypes.c_int32), ("n", ctypes.c_int32), ("d", ctypes.c_int32),
         ("guard", ctypes.c_int32), ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("form", ctypes.c_int32),
         ("what", ctypes.c_int32), ("peak", ctypes.c_void_p), ("bad", ctypes.c_int32), ("mask", ctypes.c_void_p),
+        ("before", ctypes.c_void_p), ("over", ctypes.c_int32),
     ]  # fmt: skip
 
 

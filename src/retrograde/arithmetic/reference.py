@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .multiply import multiply
+from .multiply import multiply, pop, push, shift
 
 Factors = tuple[float, float, float, float, int]
 """Of `carry`: c, e, e1, gain and the form."""
@@ -66,11 +66,15 @@ def decoded(x: Tensor, unit: float) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.int64 else torch.float32) * unit
 
 
-def _multiply_(v: Tensor, i: Tensor | None, n: int, d: int) -> None:
+def _multiply_(v: Tensor, i: Tensor | None, n: int, d: int, before: Tensor | None, over: int) -> None:
+    k = shift(n, d)
     if n == 0:
         v.zero_()
     elif n != d:
         assert i is not None
+        if k:
+            (push if k > 0 else pop)(v, i, abs(k), before, over)
+            return
         for held, now in zip((v, i), multiply(v, i, n, d), strict=True):
             held.copy_(now)
 
@@ -78,10 +82,14 @@ def _multiply_(v: Tensor, i: Tensor | None, n: int, d: int) -> None:
 def advance(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
-    """Take a step. `watch` receives the largest |v| and |x| after it, without a host sync (|v| is NaN if f was not finite)."""
+    """Take a step. `watch` receives the largest |v| and |x| after it, without a host sync (|v| is NaN if f was not finite).
+
+    Where γ = 1/2^k, `over` of the k bits that γ·v gives up go to the buffer `before`, and the others to i.
+    """
     step = increment(x, y, seen, scale, unit, form, mask)
-    _multiply_(v, i, n, d)
+    _multiply_(v, i, n, d, before, over)
     exact = v.double() + step.double()
     v.add_(_in_range(step).to(v.dtype))
     x.add_(rounded(v, guard))
@@ -98,9 +106,10 @@ def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 def retreat(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
     n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
+    before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
     v.sub_(_in_range(increment(x, y, seen, scale, unit, form)).to(v.dtype))
-    _multiply_(v, i, d, n)
+    _multiply_(v, i, d, n, before, over)
     if out is not None:
         pull(x, v, unit, guard, out)
 

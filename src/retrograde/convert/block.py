@@ -53,8 +53,8 @@ class Converted:
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
         forward: Any = self._retrograde_class.forward
-        whole = stage.rectifies
-        if stage.rectifies:
+        whole = stage.rectifies(self, x)
+        if whole:
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
                 forward, keyword, whole = branch, None, False

@@ -27,6 +27,7 @@ from ..memory.modes import MemoryPlan, parse_memory
 from ..memory.peak import Peak
 from ..memory.step import as_call, bytes_of
 from ..memory.units import human
+from ..reverse.sign import magnitude
 from .convert import check_example, check_model, check_settings, look, place, stages_of
 from .find import Finding
 from .stage import Settings
@@ -139,7 +140,9 @@ def plan(
     ('layers.0-11', 12, 'reverse')
     """
     mode, budget = parse_memory(memory)
-    settings = Settings(gamma, form or "block", None, mode, fixed_point=fixed_point, insists=form is not None)
+    settings = Settings(
+        magnitude(gamma), form or "block", None, mode, fixed_point=fixed_point, insists=form is not None
+    )
     check_settings(settings)
     check_model(model)
     check_example(example)

@@ -15,14 +15,12 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.ratio import as_ratios
 from ..errors import RangeOverflow, ReplayError
 from ..memory.budget import Observer, Stack
 from ..memory.fake import is_fake
@@ -30,11 +28,12 @@ from ..memory.modes import MemoryPlan, parse_memory
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
-from ..reverse.momentum import Momentum, Recurrence
+from ..reverse.momentum import Recurrence
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.residual import Residual
+from ..reverse.sign import gamma_of, in_mode, recurrence_of, state_of
 from .next_x import FSDP2, Branch, handed_on, same, version
 from .own import Own, spared
 from .unseen import Unseen
@@ -119,10 +118,9 @@ class Stage:
         self.stack = Stack(self.name, recurrence, "checkpoint" if self.checkpointed else mode)
 
     @property
-    def gamma(self) -> Fraction | tuple[Fraction, ...]:
-        """γ, or one γ per step where they differ. May be set, between passes."""
-        ratios = self.recurrence.gammas
-        return ratios[0] if len(set(ratios)) == 1 else ratios
+    def gamma(self) -> Any:
+        """γ as a ratio, or one ratio per step where they differ; a `RandomSign` of that. May be set, between passes."""
+        return gamma_of(self.recurrence)
 
     @gamma.setter
     def gamma(self, gamma: Any) -> None:
@@ -138,10 +136,15 @@ class Stage:
         """The memory mode of the last pass."""
         return "" if self.last is None else str(self.last)
 
-    @property
-    def rectifies(self) -> bool:
-        """Whether the blocks are to give f, and the steps form relu(x + f)."""
-        return self.settings.form == "relu" and not self.checkpointed and any(self.recurrence.gammas)
+    def alone(self, block: Any, x: Tensor) -> bool:
+        """Whether the block runs by itself: γ = 0, in evaluation too if signs are random, or a block outside of any stage."""
+        if self.checkpointed or not any(self.recurrence.gammas):
+            return True
+        return not (any(in_mode(self.recurrence, block.training).gammas) or any(e.known(x) for e in self.open.passes))
+
+    def rectifies(self, block: Any, x: Tensor) -> bool:
+        """Whether the block is to give f, and the step forms relu(x + f)."""
+        return self.settings.form == "relu" and not self.alone(block, x)
 
     @property
     def rerun(self) -> bool:
@@ -151,8 +154,9 @@ class Stage:
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
         """Run one block; what it returns, with the next x in it."""
         check_input(x, f"the input of {path}, converted to a momentum step,")
-        self.last = self.stack.plan_for(x.dtype)
-        if self.checkpointed or not any(self.recurrence.gammas):
+        alone = self.alone(own.block, x)
+        self.last = self.stack.plan_for(x.dtype, not alone)
+        if alone:
             return own.with_x(self._alone(own, path, x, extra, index))
         training = own.block.training
         entry = self._continued(x, index, path, training)
@@ -182,9 +186,9 @@ class Stage:
         return own.with_x(Branch.of(x, x1, unseen, path) if self.settings.form == "branch" else x1)
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
-        """One block by itself: γ = 0, or a block outside of any stage."""
+        """One block by itself."""
         assert self.last is not None
-        observer = self.stack.observer(x)
+        observer = self.stack.observer(x, training=False)
         verify = "off" if is_fake(x) else self.settings.verify
         run = Pass(
             Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=verify, memo=self.memo, deferred=self.range.deferred,
@@ -206,7 +210,7 @@ class Stage:
         overflow = "nan" if fake else self.settings.overflow
         training, most_guard = own.block.training, self.recurrence.most_guard
         seen = self.range.begin(x, self.steps + 1, training=training, overflow=overflow, most_guard=most_guard)
-        state = Momentum(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
+        state = state_of(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
         run = Pass(
             state, x, self.steps, verify="off" if fake else self.settings.verify, memo=self.memo, deferred=self.range.deferred,
             look=None if observer is None else observer.look, **self.last.arguments,
@@ -302,4 +306,4 @@ class Stage:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 
     def _recurrence(self, gamma: Any) -> Recurrence:
-        return Recurrence(as_ratios(gamma, self.steps), self.settings.form, self.range.narrow)
+        return recurrence_of(gamma, self.steps, self.settings.form, self.range.narrow)

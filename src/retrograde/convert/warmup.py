@@ -49,6 +49,11 @@ class GammaWarmup:
         ]
         if not self.stages:
             raise ValueError("the model is not converted: rg.convert(model, gamma=…) first, with the final gamma.")
+        if any(stage.recurrence.signed for stage, _ in self.stages):
+            raise ValueError(
+                "GammaWarmup raises a gamma that stays; with RandomSign the network is evaluated as the plain one from the first step "
+                "on. Leave the warm-up out, or convert with a number."
+            )
         if not 0 <= start <= 1:
             raise ValueError(f"start must be a gamma in [0, 1]; got {start!r}.")
         self.steps, self.start, self.shape, self.t = steps, start, shape, 0

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..reverse.momentum import Recurrence
 from ..reverse.replay import Frame
+from ..reverse.sign import in_mode
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding, leanest
 from .schedule import Choice, Track, chain, estimated, with_reserve, within
@@ -59,16 +60,17 @@ class Stack:
     planned: MemoryPlan | None = None
     recorder: Recorder | None = field(default=None, repr=False)
 
-    def plan_for(self, dtype: torch.dtype) -> MemoryPlan:
+    def plan_for(self, dtype: torch.dtype, training: bool = True) -> MemoryPlan:
         """The plan for an input of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        plain = self.recurrence.plain
+        recurrence = in_mode(self.recurrence, training)
+        plain = recurrence.plain
         if self.planned is not None and not (self.planned.reversed and plain):
             return self.planned
-        return leanest(self.recurrence, dtype, "auto" if plain and self.mode == "reverse" else self.mode)
+        return leanest(recurrence, dtype, "auto" if plain and self.mode == "reverse" else self.mode)
 
-    def observer(self, x: Tensor) -> Observer | None:
+    def observer(self, x: Tensor, training: bool = True) -> Observer | None:
         """What a pass that begins with x is shown to, if the step is observed."""
-        return None if self.recorder is None else self.recorder.observer(self, x)
+        return None if self.recorder is None else self.recorder.observer(self, x, training)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "recorder": None}
@@ -139,10 +141,12 @@ class Recorder:
         self.outside = [0]  # of a real step: bytes that autograd saved before each block, and after the last
         self.begins = True  # the first block keeps the state of the random generator, drawn from or not
 
-    def observer(self, stack: Stack, x: Tensor) -> Observer:
+    def observer(self, stack: Stack, x: Tensor, training: bool) -> Observer:
         """For a pass of this stack that is given x."""
         if stack.name not in self.tracks:
-            self.tracks[stack.name] = Track.of(stack.plan_for(x.dtype), stack.recurrence, x, self.known)
+            self.tracks[stack.name] = Track.of(
+                stack.plan_for(x.dtype, training), in_mode(stack.recurrence, training), x, self.known
+            )
         return Observer(self, stack.name, self.tracks[stack.name])
 
     def done(self) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.ratio import as_ratios
 from ..memory.budget import Observer, Scheduler, Stack
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
@@ -29,9 +28,10 @@ from ..reverse.momentum import FORMS, Momentum, Recurrence
 from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
 from ..reverse.residual import Residual
+from ..reverse.sign import RandomSign, gamma_of, in_mode, recurrence_of, state_of
 from .relu import whole
 
-Gamma = float | Iterable[float]
+Gamma = float | Iterable[float] | RandomSign
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,8 @@ class MomentumNet(nn.Module):
     Args:
         blocks: modules that map x, and any extra inputs, to a tensor like x. The same block may occur several times.
         gamma: γ in [0, 1], one for all blocks or one each. A float stands for the nearest ratio of small integers. At γ = 1,
-            v ← v + f(x): the Hamiltonian limit.
+            v ← v + f(x): the Hamiltonian limit. `RandomSign(1/16)`: +γ or −γ for each sample of each block in training, the plain
+            network in evaluation.
         form: "branch": the blocks compute f(x); "block": they compute x + f(x) (or relu(x + f(x)), or whatever they make of x);
             "relu": they compute f(x), of a network x ← relu(x + f(x)). That is the network of "block" in fewer passes over memory; one
             bit an element and block is kept from forward to backward.
@@ -103,13 +104,12 @@ class MomentumNet(nn.Module):
 
     @property
     def gamma(self) -> Any:
-        """γ as a ratio, or one ratio per block where they differ. May be set, between passes."""
-        ratios = self.recurrence.gammas
-        return ratios[0] if len(set(ratios)) == 1 else ratios
+        """γ as a ratio, or one ratio per block where they differ; a `RandomSign` of that. May be set, between passes."""
+        return gamma_of(self.recurrence)
 
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
-        recurrence = Recurrence(as_ratios(gamma, len(self.blocks)), self._form_of_steps, self.range.narrow)
+        recurrence = recurrence_of(gamma, len(self.blocks), self._form_of_steps, self.range.narrow)
         _check_reversible(self._stack.mode, recurrence)
         self._stack.recurrence = recurrence
 
@@ -175,7 +175,7 @@ class MomentumNet(nn.Module):
                 sum(map(whole, self._steps())),
             )
             self._scheduler.schedule(self, [stack], (x, *args), kwargs)
-        self.plan = stack.plan_for(x.dtype)
+        self.plan = stack.plan_for(x.dtype, self.training)
         run = self._run(x, extra, self.plan.arguments)
         if stack.recorder is not None:
             stack.recorder.done()
@@ -184,7 +184,7 @@ class MomentumNet(nn.Module):
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         check_input(x)
-        _check_reversible("reverse", self.recurrence)
+        _check_reversible("reverse", in_mode(self.recurrence, self.training))
         run = self._run(x, Extra(args, kwargs), {"reversed": len(self.blocks)})
         held = run.state.copy()
         return State(run.finish(), run.rest(), held.fixed, held, run.tracked)
@@ -192,7 +192,7 @@ class MomentumNet(nn.Module):
     @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
-        _check_reversible("reverse", self.recurrence)
+        _check_reversible("reverse", in_mode(self.recurrence, self.training))
         if not isinstance(state, State) or state.held.recurrence != self.recurrence:
             source = _describe(state.held.recurrence) if isinstance(state, State) else type(state).__name__
             raise ValueError(
@@ -219,7 +219,7 @@ class MomentumNet(nn.Module):
         """One forward pass."""
         depth = len(self.blocks)
         fake = is_fake(x0)
-        observer = self._stack.observer(x0)
+        observer = self._stack.observer(x0, self.training)
         settings: dict[str, Any] = {
             "verify": "off" if fake else self.verify,
             "memo": self.memo,
@@ -227,7 +227,7 @@ class MomentumNet(nn.Module):
             "look": None if observer is None else observer.look,
             **plan,
         }
-        if not any(self.recurrence.gammas):
+        if not any(in_mode(self.recurrence, self.training).gammas):
             if plan.get("kept") and torch.is_grad_enabled():
                 check_surroundings()
             self.range.deferred.collect(x0)
@@ -235,7 +235,7 @@ class MomentumNet(nn.Module):
         check_surroundings()
         overflow, most_guard = "nan" if fake else self.overflow, self.recurrence.most_guard
         seen = self.range.begin(x0, depth + 1, training=self.training, overflow=overflow, most_guard=most_guard)
-        state = Momentum(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
+        state = state_of(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
         run = Pass(state, x0, depth, **settings)
         self._launch(run, extra, observer)
         self._driven(run, extra, observer)
@@ -282,6 +282,7 @@ class MomentumNet(nn.Module):
 def _describe(recurrence: Recurrence) -> str:
     ratios = recurrence.gammas
     gamma = str(ratios[0]) if len(set(ratios)) == 1 else f"{min(ratios)}…{max(ratios)}"
+    gamma = f"RandomSign({gamma})" if recurrence.signed else gamma
     return f"depth={len(ratios)}, gamma={gamma}, form={recurrence.form!r}"
 
 
@@ -308,6 +309,6 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 def _check_reversible(memory: str, recurrence: Recurrence) -> None:
     if memory == "reverse" and recurrence.plain:
         raise ValueError(
-            "gamma = 0 is a plain residual network, which cannot be run in reverse: its step forgets v. Use "
-            "memory='checkpoint', 'store' or 'auto', or a gamma above 0."
+            "gamma = 0, and RandomSign in evaluation, is a plain residual network, which cannot be run in reverse: its step forgets "
+            "v. Use memory='checkpoint', 'store' or 'auto', or a gamma above 0 (with RandomSign: call .train() first)."
         )

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..reverse.sign import in_mode
 from .checks import choice, whole
 from .momentum import MomentumNet
 from .relu import DEEPEST, Rectified, branch_of
@@ -143,7 +144,7 @@ class RectifiedNet(MomentumNet):
 
     def _steps(self) -> tuple[Any, ...]:
         groups = super()._steps()
-        if self.recurrence.form != "relu" or not any(self.recurrence.gammas):
+        if self.recurrence.form != "relu" or not any(in_mode(self.recurrence, self.training).gammas):
             return groups
         return tuple(map(Rectified, groups))
 

@@ -7,7 +7,7 @@ forward        the pass over a stack of blocks
 replay         one run of one block that can be run again to the bit
 tape           where a block's input comes from when it is run again
 
-coupling       the two-stream scheme; residual: γ = 0
+coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ is of random sign
 range          how large values may become, and how finely they are held
 checks         a replay that differs from the first run is found
 deferred       errors on an accelerator, raised without waiting for it

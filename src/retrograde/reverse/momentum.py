@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.buffers import buffers
+from ..arithmetic.buffers import buffers, straddles
 from ..arithmetic.kernels import with_address
 from ..arithmetic.ratio import gain
 from ..arithmetic.reference import carried, packed, scaled, unpacked
@@ -49,14 +49,15 @@ class Recurrence:
     gammas: tuple[Fraction, ...]
     form: str
     narrow: bool = False  # x and v are held in 16 bits
+    signed: bool = False  # γ is of random sign: see `sign`
 
     def __reduce__(self) -> Any:
-        return Recurrence, (self.gammas, self.form, self.narrow)
+        return Recurrence, (self.gammas, self.form, self.narrow, self.signed)
 
     @cached_property
     def factors(self) -> list[tuple[int, int, float, float]]:
-        """n, d, γ and the factor on f, layer by layer."""
-        return [(g.numerator, g.denominator, float(g), float(gain(g))) for g in self.gammas]
+        """n, d, γ and the factor on f, layer by layer. With a random sign f comes with its factor."""
+        return [(g.numerator, g.denominator, float(g), 1.0 if self.signed else float(gain(g))) for g in self.gammas]
 
     @cached_property
     def carried(self) -> list[tuple[float, float, float]]:
@@ -90,6 +91,11 @@ class Recurrence:
     def begins(self) -> dict[int, torch.dtype | None]:
         """Where the information buffers begin, and their dtypes."""
         return buffers(self.gammas)
+
+    @cached_property
+    def straddles(self) -> dict[int, int]:
+        """Where a step takes bits to the buffer before its own, too, and how many."""
+        return straddles(self.gammas)
 
 
 class MomentumGradient:
@@ -127,17 +133,16 @@ class MomentumGradient:
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
         p, h = tokens
-        if h is not None and h._version != self.versions.get(k + 1, h._version):
-            raise ReplayError(CHANGED_GRADIENT)
+        self.check_unchanged(k + 1, h)
         if k < 0:
-            return self._launched(p, h, d)
+            return self.launched(add(p, d, self.dtype), None if h is None else h * self.recurrence.carried[0][0])
         if p is None and h is None and d is None:
             return [None, None], None
         given = next(g for g in (d, h, p) if g is not None)
         d = given.new_zeros(()).expand(given.shape) if d is None else d if type(d) is Tensor else with_address(d)
         factors = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], self.form_of(k))
         after = self.masks.get(k + 1) if p is None and h is not None else None
-        mask = self._mask(k)
+        mask = self._kept(k) if self.form_of(k) == 2 else None
         left_out = p is None and h is None and wanted[1] and k > 0
         if traced(p, h, d):
             passed, passed_after = (None if m is None else unpacked(m, d.shape, self.strides) for m in (mask, after))
@@ -172,22 +177,24 @@ class MomentumGradient:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def _launched(self, p: Tensor | None, h: Tensor | None, d: Tensor | None) -> tuple[Gradients, Tensor | None]:
-        """Of the step that set v₀ = f(x₀)."""
-        gx = add(p, d, self.dtype)
-        if h is None:
-            return [gx, None], None
-        gv = h * self.recurrence.carried[0][0]
-        form = self.form_of(-1)
-        if form == 0:
-            return [gx, None], gv
-        if form == 1:
-            return [add(gx, -gv, self.dtype), None], gv
-        passed = unpacked(self._kept(-1), gv.shape, self.strides)
-        return [add(gx, -torch.where(passed, 0, gv), self.dtype), None], torch.where(passed, gv, 0)
+    def check_unchanged(self, k: int, h: Tensor | None) -> None:
+        """Raise if block k changed the gradient that it was given."""
+        if h is not None and h._version != self.versions.get(k, h._version):
+            raise ReplayError(CHANGED_GRADIENT)
 
-    def _mask(self, k: int) -> Tensor | None:
-        return self._kept(k) if self.form_of(k) == 2 else None
+    def launched(self, gx: Tensor | None, gv: Tensor | None) -> tuple[Gradients, Tensor | None]:
+        """Of the step that set v₀ = f(x₀)."""
+        if gv is None:
+            return [gx, None], None
+        gx, gy = self.through_form(-1, gx, gv)
+        return [gx, None], gy
+
+    def through_form(self, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
+        if self.form_of(k) != 2:
+            return (add(gx, -gf, self.dtype) if self.form_of(k) else gx), gf
+        passed = unpacked(self._kept(k), gf.shape, self.strides)
+        return add(gx, -torch.where(passed, 0, gf), self.dtype), torch.where(passed, gf, 0)
 
     def _kept(self, k: int) -> Tensor:
         """A mask; those above it are let go of, unless the graph is to be run through again."""
@@ -232,7 +239,6 @@ class Momentum(State):
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
         super().__init__(x0, seen, reversible=reversible)
         self.recurrence = recurrence
-        self.begins = recurrence.begins
         self.buffers: list[Tensor | None] = []
         self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
@@ -260,24 +266,21 @@ class Momentum(State):
         """Take step k; with k = −1, set v to f of an output y."""
         if k < 0:
             return self._launch(y)
-        if k in self.begins:
-            dtype = self.begins[k]
-            self.buffers = self.buffers if self.reversible else []
-            self.buffers.append(None if dtype is None else torch.zeros_like(self.x, dtype=dtype))
+        if k in self.recurrence.begins:
+            dtype = self.recurrence.begins[k]
+            kept = self.buffers if self.reversible else self.buffers[-1:] if k in self.recurrence.straddles else []
+            self.buffers = [*kept, None if dtype is None else torch.zeros_like(self.x, dtype=dtype)]
         return super().advance(k, y)
 
     def take(self, k: int, y: Tensor) -> Tensor:
         out = self.room()
-        gradient = self.gradient
-        gradient.output_dtypes[k] = y.dtype
+        self.gradient.output_dtypes[k] = y.dtype
         mask = None
-        if gradient.form_of(k) == 2:
+        if self.form_of(k) == 2:
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
-            gradient.masks[k] = mask
-        arguments = self._arguments(k, y)
-        self.kernels.advance(
-            self.x, self.v, self.buffers[-1], *arguments, self.fixed.guard, out, self.range.rows[k + 1], mask
-        )
+            self.gradient.masks[k] = mask
+        arguments, watch = self._arguments(k, y), self.range.rows[k + 1]
+        self.kernels.advance(self.x, self.v, self.buffers[-1], *arguments, out, watch, mask, *self._before(k))
         return out
 
     def draw(self, k: int, out: Tensor | None) -> None:
@@ -285,11 +288,11 @@ class Momentum(State):
         self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
 
     def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._arguments(k, y), self.fixed.guard, out)
+        self.kernels.retreat(self.x, self.v, self.buffers[-1], *self._arguments(k, y), out, *self._before(k))
 
     def end(self, k: int) -> None:
         super().end(k)
-        if k in self.begins:
+        if k in self.recurrence.begins:
             self.leftover = self.buffers.pop()
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
@@ -337,10 +340,9 @@ class Momentum(State):
             v0 = v0.to(seen.dtype) - seen
         if self.range.looks and not self.range.given and v0.numel() and bool(v0.isfinite().all()):
             x, v = float(self.x.abs().amax()) * 2.0**-self.fixed.bits, float(v0.abs().amax())
-            if self.range.widened(x, v) != self.fixed:
-                self.range.rows[0][1] *= 2.0 ** (
-                    self.range.widened(x, v).bits - self.fixed.bits
-                )  # |x₀| in the new units
+            wider = self.range.widened(x, v)
+            if wider != self.fixed:
+                self.range.rows[0][1] *= 2.0 ** (wider.bits - self.fixed.bits)  # |x₀| in the new units
                 self.widen(-1, x, v)
                 x0 = self.read()
         self._encode(v0, self.v, None, column=0, guard=self.fixed.guard)
@@ -352,17 +354,19 @@ class Momentum(State):
         if not self.range.fits(0):
             self.range.refuse(0)
 
-    def _arguments(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int]:
-        """Of the kernels: y, the dtype of x̃, n, d, scale, unit and form."""
+    def _arguments(self, k: int, y: Tensor) -> tuple[Tensor, torch.dtype, int, int, float, float, int, int]:
+        """Of the kernels: y, the dtype of x̃, n, d, scale, unit, form and guard."""
         n, d, _, factor = self.recurrence.factors[k]
         scale = factor * 2.0 ** (self.fixed.bits + self.fixed.guard)
         y = y.detach()
-        return (
-            y if type(y) is Tensor else with_address(y),
-            self.dtype,
-            n,
-            d,
-            scale,
-            2.0**-self.fixed.bits,
-            self.gradient.form_of(k),
-        )
+        y = y if type(y) is Tensor else with_address(y)
+        return y, self.dtype, n, d, scale, 2.0**-self.fixed.bits, self.form_of(k), self.fixed.guard
+
+    def form_of(self, k: int) -> int:
+        """What is made of block k's output in the kernels."""
+        return self.gradient.form_of(k)
+
+    def _before(self, k: int) -> tuple[Tensor | None, int]:
+        """The buffer before that of step k, and how many bits of the step's digit go there."""
+        over = self.recurrence.straddles.get(k, 0)
+        return self.buffers[-2] if over else None, over

@@ -1,0 +1,187 @@
+"""γ of random sign: in training each sample of each block draws +γ or −γ; in evaluation the network is the plain one.
+
+    forward   v ← s·γ·v + (1 − s·γ)·f(x)     x ← x + ⌊v⌉              s = 1 or −1, at random
+    inverse   x ← x − ⌊v⌉                    v ← s·(v − (1 − s·γ)·f(x)) / γ
+
+A sample is an index of x's first dimension. On average over s a step is the plain network's, x ← x + f(x), which is what
+runs in evaluation. To negate an integer loses nothing, so a step negates some rows of v and is then one of `momentum`,
+whose f comes with its factor. Signs are drawn once, when the pass begins, from the generator that dropout draws from, and are
+kept with the state: 1 byte a sample and block.
+
+With x_{k+1} = x_k + v_{k+1} this is
+
+    x_{k+1} = (1 + s·γ)·x_k − s·γ·x_{k−1} + (1 − s·γ)·f(x_k)
+
+so γ = 1/2 is the recurrence of [zhang2024, On Exact Bit-level Reversible Transformers Without Changing Architectures],
+whose γ is −s/2 here, and whose bit a layer is the one that 1/2 pushes.
+
+The gradient of a step, with s·γ for γ in that of `momentum`: gy = (1 − s·γ)·(gx + gv), gv ← s·γ·(gx + gv). So what goes to
+the step before is again gy, and gv is s·γ/(1 − s·γ) times that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.ratio import as_ratio, as_ratios
+from ..arithmetic.reference import packed
+from .momentum import Momentum, MomentumGradient, Recurrence, add
+from .nodes import traced
+from .range import PassRange
+from .scheme import Gradients, total
+
+
+@dataclass(frozen=True)
+class RandomSign:
+    """γ of random sign, to be given as `gamma`: +γ or −γ for each sample of each block in training, the plain network in evaluation.
+
+    Args:
+        gamma: its magnitude, between 0 and 1; one for all blocks, or one each.
+
+    >>> RandomSign(1 / 16)
+    RandomSign(1/16)
+
+    Raises:
+        ValueError: not between 0 and 1.
+    """
+
+    gamma: Any
+
+    def __post_init__(self) -> None:
+        given = self.gamma.tolist() if isinstance(self.gamma, Tensor) else self.gamma
+        several = isinstance(given, Iterable) and not isinstance(given, str)
+        ratios = tuple(map(as_ratio, given)) if several else as_ratio(given)
+        if not all(0 < ratio < 1 for ratio in (ratios if isinstance(ratios, tuple) else (ratios,))):
+            raise ValueError(
+                f"RandomSign takes magnitudes between 0 and 1; got {self.gamma!r}. gamma=0 is the plain network, and at 1 half of "
+                "all samples would not see f at all. Try 1/16."
+            )
+        object.__setattr__(self, "gamma", ratios)
+
+    def __repr__(self) -> str:
+        several = isinstance(self.gamma, tuple)
+        return f"RandomSign([{', '.join(map(str, self.gamma))}])" if several else f"RandomSign({self.gamma})"
+
+
+def magnitude(gamma: Any) -> Any:
+    """`gamma` without its random sign, if it has one."""
+    return gamma.gamma if isinstance(gamma, RandomSign) else gamma
+
+
+def recurrence_of(gamma: Any, depth: int, form: str, narrow: bool) -> Recurrence:
+    """What a network computes whose `gamma` is this."""
+    return Recurrence(as_ratios(magnitude(gamma), depth), form, narrow, isinstance(gamma, RandomSign))
+
+
+def gamma_of(recurrence: Recurrence) -> Any:
+    """γ as a ratio, or one ratio per block where they differ; a `RandomSign` of that."""
+    ratios = recurrence.gammas
+    gamma: Fraction | tuple[Fraction, ...] = ratios[0] if len(set(ratios)) == 1 else ratios
+    return RandomSign(gamma) if recurrence.signed else gamma
+
+
+def in_mode(recurrence: Recurrence, training: bool) -> Recurrence:
+    """What the network computes in training, or in evaluation: the plain one there, if signs are random."""
+    if training or not recurrence.signed:
+        return recurrence
+    return _plain(len(recurrence.gammas), recurrence.form, recurrence.narrow)
+
+
+@cache
+def _plain(depth: int, form: str, narrow: bool) -> Recurrence:
+    return Recurrence((Fraction(0),) * depth, form, narrow)
+
+
+def state_of(x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> Momentum:
+    """The state with which a pass begins."""
+    kind = Signed if recurrence.signed else Momentum
+    return kind(x0, recurrence, seen, reversible=reversible)
+
+
+class SignedGradient(MomentumGradient):
+    """As its base, in plain torch: factors differ from sample to sample."""
+
+    signs: Tensor
+
+    def gamma(self, k: int) -> Tensor:
+        """s·γ of step k, to be multiplied with a tensor like x."""
+        work = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.signs[k].to(work) * self.recurrence.factors[k][2]
+
+    def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
+        p, h = tokens
+        self.check_unchanged(k + 1, h)
+        gx, gv = add(p, d, self.dtype), h
+        if h is not None and k + 1 < len(self.signs):  # after the last step it is v's own gradient
+            gamma = self.gamma(k + 1)
+            gv = h * (gamma / (1 - gamma))
+        if k < 0:
+            return self.launched(gx, gv)
+        both = total(torch.promote_types(self.dtype, torch.float32), gx, gv)
+        if both is None:
+            return [None, None], None
+        gy = (both * (1 - self.gamma(k))).to(self.dtype)
+        gx, given = self.through_form(k, gx, gy)
+        if traced(both):
+            self.versions.pop(k, None)
+        else:
+            self.versions[k] = gy._version
+        return [gx, gy if wanted[1] else None], given
+
+
+class Signed(Momentum):
+    """x, v, the information buffers and the signs of one pass."""
+
+    gradient: SignedGradient
+
+    def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
+        super().__init__(x0, recurrence, seen, reversible=reversible)
+        strides = self.gradient.strides
+        self.gradient = SignedGradient(recurrence, self.gradient.dtype, self.kernels)
+        self.gradient.strides = strides
+        samples = (*x0.shape[:1], *[1] * (x0.dim() - 1))
+        drawn = x0.detach().new_empty((len(recurrence.gammas), *samples), dtype=torch.int8).random_(0, 2)
+        self.gradient.signs = drawn.mul_(2).sub_(1)
+
+    def form_of(self, k: int) -> int:
+        return 0  # what the kernels are given is f already
+
+    def take(self, k: int, y: Tensor) -> Tensor:
+        f = self._scaled(k, y, forwards=True)
+        self._negate(k)
+        return super().take(k, f)
+
+    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+        super().undo(k, self._scaled(k, y), None)
+        self._negate(k)
+        if out is not None:
+            self.draw(k - 1, out)
+
+    def reach(self, k: int, f: float) -> tuple[float, float]:
+        x1, v1 = super().reach(k, f)
+        more = v1 * self.recurrence.factors[k][2]
+        return x1 + more, v1 + more
+
+    def _negate(self, k: int) -> None:
+        self.v.mul_(self.gradient.signs[k])
+
+    def _scaled(self, k: int, y: Tensor, forwards: bool = False) -> Tensor:
+        """(1 − s·γ)·f of block k, which gave y."""
+        gradient, form = self.gradient, self.gradient.form_of(k)
+        f = y.detach().to(self.fixed.work)
+        if form:
+            x = self.decoded("x").to(f.dtype)
+            if form == 2:
+                f = (x + f).to(y.dtype)
+                if forwards:
+                    gradient.masks[k] = packed(~(f <= 0), self.x)
+                f = torch.relu(f).to(x.dtype)
+            f = f - x
+        return f * (1 - gradient.gamma(k))
