@@ -1,4 +1,4 @@
-"""A language model of transformers: γ warm-up from the plain network, then generation with its cache.
+"""A language model of transformers: γ from 0 up and back to 0, then generation with its cache.
 
 python examples/convert_language_model.py
 """
@@ -21,8 +21,8 @@ tokens = torch.arange(3, 19).repeat(4, 2)  # to be learnt by heart
 
 # %% γ starts at 0, where the converted model is the plain one to the bit.
 plain = model(tokens).logits
-rg.convert(model, gamma=0.9)
-warmup = rg.GammaWarmup(model, steps=30)
+rg.convert(model)
+schedule = rg.GammaSchedule(model, {0: 0, 15: 1, 45: 1, 60: 0})  # by step, which share of γ = 1/8
 assert torch.equal(model(tokens).logits, plain)
 
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -31,11 +31,17 @@ for step in range(60):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    gamma = warmup.step()
+    gamma = schedule.step()
     if step % 15 == 0:
         print(f"step {step:2d}: loss {loss.item():.3f}, gamma {gamma}")
 
-# %% Without gradients the cache works as ever.
+# %% And it ends there.
+trained = model(tokens).logits
+rg.revert(model)
+assert torch.equal(model(tokens).logits, trained)
+
+# %% Without gradients the cache works as ever, converted or not.
+rg.convert(model)
 model.eval()
 prompt = tokens[:1, :8]
 cached = model.generate(prompt, max_new_tokens=8, do_sample=False)

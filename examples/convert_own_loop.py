@@ -41,10 +41,10 @@ torch.manual_seed(0)
 model, example = Model(), (torch.randn(256, 64), torch.randn(256, 4))
 
 # %% Nothing of the class is known, so the example shows which blocks follow one another.
-rg.convert(model, example, gamma=0.9, memory="store")
+rg.convert(model, example, memory="store")
 stored = rg.measure(model, example)
 rg.revert(model)
-rg.convert(model, example, gamma=0.9, memory="reverse")
+rg.convert(model, example, memory="reverse")
 reversed_ = rg.measure(model, example)
 print(f"held for backward: {stored.held:,} bytes stored, {reversed_.held:,} in reverse")
 assert torch.equal(stored.output, reversed_.output)

@@ -16,12 +16,12 @@ model = require("torchvision.models").resnet50(num_classes=10)
 images, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
 
 # %% What would be converted, and what that would save. Nothing is changed yet.
-print(rg.plan(model, images))
+print(rg.plan(model, images, gamma="auto"))
 
 # %% The optimizer may be made before: parameters stay the same objects.
 optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 names = list(model.state_dict())
-rg.convert(model, gamma=0.9, memory="reverse", verify="strict")
+rg.convert(model, memory="reverse", verify="strict")
 for step in range(3):
     loss = F.cross_entropy(model(images), labels)
     optimizer.zero_grad()

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .arithmetic.fixed import FixedPoint
-from .convert import GammaWarmup, Plan, convert, plan, revert
+from .convert import GammaSchedule, Plan, convert, plan, revert
 from .errors import RangeOverflow, ReplayError
 from .memory import measure
 from .nets.momentum import MomentumNet, State
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "FixedPoint", "GammaWarmup", "MomentumNet", "Plan", "RandomSign", "RangeOverflow", "ReplayError", "State", "convert", "measure",
+    "FixedPoint", "GammaSchedule", "MomentumNet", "Plan", "RandomSign", "RangeOverflow", "ReplayError", "State", "convert", "measure",
     "plan", "revert", "settle",
 ]  # fmt: skip
 

@@ -158,7 +158,7 @@ def test_each_kind_of_input_has_its_plan() -> None:
 def test_warm_up_from_the_plain_network() -> None:
     """At gamma = 0 nothing can be reversed; later plans are made for what can."""
     model = converted(first_deep(), memory=5_000_000)
-    warmup = rg.GammaWarmup(model, steps=3)
+    warmup = rg.GammaSchedule(model, {0: 0, 3: 1})
     for _ in range(5):
         model(IMAGES).sum().backward()
         warmup.step()

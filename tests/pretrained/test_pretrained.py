@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from retrograde_experiments.data.images import Images
 from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.metrics import Record
 from retrograde_experiments.pretrained import (
+    characters,
     cifar_transfer,
     deploy,
     imagenet_photos,
@@ -36,7 +38,7 @@ from retrograde_experiments.pretrained.cifar_resnet import CifarResNet
 from retrograde_experiments.pretrained.run import EXPERIMENTS, experiment, run
 from retrograde_experiments.pretrained.store import Store, read
 from retrograde_experiments.pretrained.text import HELD_OUT, plays, sentences, split
-from retrograde_experiments.pretrained.transfer import as_momentum, fit, kept, statistics
+from retrograde_experiments.pretrained.transfer import as_momentum, fit, kept, shares_of, statistics, to_be_plain
 
 LLAMA = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -101,6 +103,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, count in (("train", 24), ("test", 6), ("pair", 6)):
         text |= {f"{name}_ids": torch.randint(50, (count, 8)).int(), f"{name}_mask": torch.ones(count, 8).byte()}
     save(root / "pretrained/text.pt", text)
+    (root / "shakespeare").mkdir()
+    for play in (*HELD_OUT, "hamlet", characters.LOST):
+        (root / f"shakespeare/{play}_gut.txt").write_text(f"{play}, in which it is said who does what to whom. " * 4)
     image = require("PIL.Image")
     for part, count in (("train", 4), ("val", 2)):
         for kind in ("ants", "bees"):
@@ -306,7 +311,9 @@ def test_fit_warms_gamma_up_and_learns() -> None:
         seen.append(float(rg.convert.__globals__["stages_of"](net)[0].gamma))
         return nn.functional.cross_entropy(net(x), y)
 
-    went = fit(net, iter(lambda: None, 1), loss, torch.optim.SGD(net.parameters(), 0.05), 6, warm_steps=3)
+    went = fit(
+        net, iter(lambda: None, 1), loss, torch.optim.SGD(net.parameters(), 0.05), 6, shares_of("warmup", 6, 0.5)
+    )
     assert seen == pytest.approx([0.0, 0.3, 0.6, 0.9, 0.9, 0.9])
     assert went["losses"][-1] < went["losses"][0]
     assert went["stopped"] is None
@@ -329,7 +336,7 @@ def test_experiment(name: str, data: Path, results: Path, small_data: None) -> N
     config = experiment(name).Config.smoke()
     records = run(name, config, results, data, say=lambda line: None)
     assert [r.key for r in records] == experiment(name).units(config)
-    if name.startswith("deploy"):
+    if name.startswith("deploy") or name == "characters":
         check_deployed(records)
         return
     plain = [r for r in records if r["gamma"] == 0 and r["way"] == "converted"]
@@ -355,15 +362,36 @@ def test_experiment(name: str, data: Path, results: Path, small_data: None) -> N
 
 
 def check_deployed(records: list[Record]) -> None:
-    """Fine-tuned alike; as itself and as the plain network the outcomes differ, but for γ = 0, where they are one network."""
-    tuned = [r for r in records if r["task"] != "memory"]
-    assert all(r["own"] == r["plain"] for r in tuned if r["gamma"] == 0)
+    """Fine-tuned alike; as itself and as the plain network the outcomes differ, but where γ is 0 at the end: it is one network."""
+    tuned = [r for r in records if r.key.get("task") != "memory"]
+    assert all(r["own"] == r["plain"] for r in tuned if r["gamma"] == 0 or r.key.get("way") == "falling")
     assert all(r["losses"] and r["stopped"] is None for r in tuned)
-    language = [r for r in tuned if r["task"] == "language"]
+    assert any(r.key.get("way") == "falling" for r in tuned)
+    language = [r for r in tuned if r.key.get("task") not in ("hymenoptera", "cifar") and "way" not in r.key]
     assert all(r["own"] != r["plain"] for r in language if r["gamma"])
     assert len({r["plain"] for r in language}) == len(language)
-    measured = [r for r in records if r["task"] == "memory"]
+    measured = [r for r in records if r.key.get("task") == "memory"]
     assert all(r["seconds"] > 0 and r["peak"] is None for r in measured)  # on a CPU there is no peak to be read
+
+
+def test_ways_that_there_are_not(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="Did you mean 'falling'"):
+        characters.units(characters.Config(ways=("faling",)))
+    monkeypatch.delattr(rg, "RandomSign", raising=False)
+    with pytest.raises(ExperimentError, match="has no RandomSign"):
+        to_be_plain(CifarResNet(14), {"gamma": 0.5, "way": "sign"}, "store")
+
+
+def test_ways_are_added_to_a_finished_run(data: Path, tmp_path: Path) -> None:
+    smoke = characters.Config.smoke()
+    first = run("characters", replace(smoke, ways=("kept",)), tmp_path, data, say=lambda line: None)
+    path = tmp_path / "characters.jsonl"
+    path.write_text(path.read_text().replace('"ways": ["kept"], ', ""))  # as before there were any
+    both = run("characters", replace(smoke, ways=("falling",)), tmp_path, data, say=lambda line: None)
+    assert both[: len(first)] == first
+    assert [r.key for r in both[len(first) :]] == [{"gamma": 1 / 8, "seed": 0, "way": "falling"}]
+    assert read(path)[0]["config"]["ways"] == ["kept", "falling"]
+    assert "units were run" not in report.section("characters", read(path), report.TABLES["characters"])
 
 
 @pytest.mark.parametrize("method", ["plain", "checkpoint", "reverse"])

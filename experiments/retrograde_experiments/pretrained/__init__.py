@@ -10,6 +10,7 @@ prepare      from what is downloaded to what is read here; parts small enough to
 transfer     convert, re-estimate, refit, warm up: what the experiments have in common
 cifar_transfer, imagenet_photos, language, sentence      one experiment each
 deploy, deploy_images     fine-tuned in reverse, then used as itself and as the plain network; memory and time of a step
+characters   the same with a small GPT over characters, in minutes on a CPU
 run, store   units of work, in several processes, one line of JSON each
 report       the page from the lines alone
 """

@@ -18,7 +18,7 @@ from ..data import Images, load
 from ..data.batches import Resident
 from ..metrics import Key
 from . import weights
-from .transfer import GAMMAS, WAYS, as_momentum, fit, placed, points, statistics, steps_of_warmup
+from .transfer import GAMMAS, WAYS, as_momentum, fit, placed, points, shares_of, statistics
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict
     if unit["way"] == "statistics":
         statistics(net, (x for x, _ in islice(source.epoch(0), config.batches)))
     elif unit["way"] != "converted":
-        values = refitted(config, net, source, unit["way"])
+        values = refitted(config, net, source, unit["way"], config.warm)
     return {**tested(net, source), **values}
 
 
@@ -122,8 +122,8 @@ def images_of(root: Path) -> Images:
     return load("cifar10", root)
 
 
-def refitted(config: Config, net: nn.Module, source: Resident, way: str) -> dict[str, Any]:
-    """Train the network; how it went."""
+def refitted(config: Config, net: nn.Module, source: Resident, way: str, part: float) -> dict[str, Any]:
+    """Train the network; how it went. `part`: of the steps, over which γ moves."""
     steps = config.epochs * source.steps
 
     def every() -> Iterator[tuple[Tensor, Tensor]]:
@@ -134,7 +134,7 @@ def refitted(config: Config, net: nn.Module, source: Resident, way: str) -> dict
     net.train()
     went = fit(
         net, every(), lambda batch: cross_entropy(net(batch[0]), batch[1]), optimizer, steps,
-        steps_of_warmup(way, steps, config.warm),
+        shares_of(way, steps, part),
     )  # fmt: skip
     net.eval()
     return went

@@ -18,16 +18,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-
-import retrograde as rg
 
 from ..metrics import Key
 from . import language, weights
 from .text import prepared_text
-from .transfer import as_momentum, fit
+from .transfer import FALL, deployed, fit, plain_again, shares_of, to_be_plain, with_seed
 
 GAMMAS = (0.0, 1 / 8, 1 / 2, 1 / 16, 1 / 4, 0.9)  # a run cut short has the telling ones
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,6 +37,7 @@ CHUNK = 256  # tokens whose logits are in memory at a time when memory is measur
 class Config:
     tasks: tuple[str, ...] = ("memory", "language")
     gammas: tuple[float, ...] = GAMMAS
+    ways: tuple[str, ...] = ("kept",)  # or falling, or sign: see `transfer`
     seeds: int = 3
     memory: str = "reverse"
     steps: int = 300
@@ -66,8 +65,8 @@ class Config:
     @classmethod
     def smoke(cls) -> Config:
         return cls(
-            gammas=(0.0, 1 / 8, 0.9), seeds=1, steps=2, batch=2, length=8, rows=2, measured_batch=1, measured_length=16,
-            measured_dtypes=("float32",), repeats=1,
+            gammas=(0.0, 1 / 8, 0.9), ways=("kept", "falling"), seeds=1, steps=2, batch=2, length=8, rows=2, measured_batch=1,
+            measured_length=16, measured_dtypes=("float32",), repeats=1,
         )  # fmt: skip
 
     def setting(self) -> str:
@@ -91,7 +90,8 @@ def units(config: Config) -> list[Key]:
             found += [{"task": "memory", "dtype": dtype, "method": method, "gamma": 0.0} for method in BASELINES]
             found += [{"task": "memory", "dtype": dtype, "method": "reverse", "gamma": g} for g in config.gammas if g]
     if "language" in config.tasks:
-        found += [{"task": "language", "gamma": g, "seed": seed} for seed in range(config.seeds) for g in config.gammas]
+        points = deployed(config.gammas, config.ways)
+        found += [{"task": "language", **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
     return found
 
 
@@ -102,7 +102,7 @@ def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict
 def tuned(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
     text, setting = prepared_text(root), config.of_language(unit["seed"])
     net = weights.smollm2(root).to(device)
-    converted(net, unit["gamma"], config.memory)
+    to_be_plain(net, unit, config.memory)
 
     def perplexity() -> float:
         net.eval()
@@ -112,22 +112,11 @@ def tuned(config: Config, unit: Key, device: torch.device, root: Path) -> dict[s
     optimizer = torch.optim.AdamW(net.parameters(), config.rate, betas=(0.9, 0.95), weight_decay=0.0)
     net.train()
     batches = language.rows(setting, text["train_tokens"], device)
-    went = fit(net, batches, lambda batch: language.loss(net, batch), optimizer, config.steps, clip=1.0)
+    shares = shares_of(unit.get("way", "kept"), config.steps, FALL)
+    went = fit(net, batches, lambda batch: language.loss(net, batch), optimizer, config.steps, shares, clip=1.0)
     own = perplexity()
-    reverted(net, unit["gamma"])
+    plain_again(net, unit)
     return {"before": before, "own": own, "plain": perplexity(), **went}
-
-
-def converted(net: nn.Module, gamma: float, memory: str, example: Any = None) -> None:
-    """In place; at γ = 0 the network is left as it is."""
-    if gamma:
-        as_momentum(net, gamma, "zero", memory, example)
-
-
-def reverted(net: nn.Module, gamma: float) -> None:
-    """The inverse of `converted`."""
-    if gamma:
-        rg.revert(net)
 
 
 def cost_of_a_step(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
@@ -135,7 +124,7 @@ def cost_of_a_step(config: Config, unit: Key, device: torch.device, root: Path) 
     net: Any = weights.smollm2(root).to(device, DTYPES[unit["dtype"]])
     if unit["method"] == "checkpoint":
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    converted(net, unit["gamma"], "reverse")
+    to_be_plain(net, unit, "reverse")
     setting = dataclasses.replace(config.of_language(0), batch=config.measured_batch, length=config.measured_length)
     batches = language.rows(setting, prepared_text(root)["train_tokens"], device)
     net.train()

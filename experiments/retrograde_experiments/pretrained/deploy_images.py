@@ -20,13 +20,14 @@ from torch.nn.functional import cross_entropy
 
 from ..metrics import Key
 from . import cifar_transfer, imagenet_photos, weights
-from .deploy import GAMMAS, converted, reverted
-from .transfer import fit, placed, statistics
+from .deploy import GAMMAS
+from .transfer import FALL, deployed, fit, placed, plain_again, shares_of, statistics, to_be_plain, with_seed
 
 
 @dataclass(frozen=True)
 class Config:
     gammas: tuple[float, ...] = GAMMAS
+    ways: tuple[str, ...] = ("kept",)  # or falling, or sign: see `transfer`
     seeds: int = 3
     memory: str = "reverse"
     photo_epochs: int = 8
@@ -48,15 +49,15 @@ class Config:
     def small(cls) -> Config:
         """For a CPU: two values of γ, part of the images."""
         return cls(
-            (0.0, 1 / 8), 1, photo_epochs=1, photo_size=64, cifar_depth=20, cifar_epochs=1, cifar_batch=64, cifar_train=640,
+            (0.0, 1 / 8), seeds=1, photo_epochs=1, photo_size=64, cifar_depth=20, cifar_epochs=1, cifar_batch=64, cifar_train=640,
             cifar_test=500,
         )  # fmt: skip
 
     @classmethod
     def smoke(cls) -> Config:
         return cls(
-            (0.0, 1 / 8, 0.9), 1, photo_epochs=1, photo_batch=4, photo_size=32, cifar_depth=14, cifar_epochs=1, cifar_batch=8,
-            cifar_train=16, cifar_test=20,
+            (0.0, 1 / 8, 0.9), ("kept", "falling"), 1, photo_epochs=1, photo_batch=4, photo_size=32, cifar_depth=14, cifar_epochs=1,
+            cifar_batch=8, cifar_train=16, cifar_test=20,
         )  # fmt: skip
 
     def setting(self) -> str:
@@ -80,10 +81,10 @@ class Config:
 
 def units(config: Config) -> list[Key]:
     return [
-        {"task": task, "gamma": gamma, "seed": seed}
+        {"task": task, **with_seed(point, seed)}
         for task in ("hymenoptera", "cifar")
         for seed in range(config.seeds)
-        for gamma in config.gammas
+        for point in deployed(config.gammas, config.ways)
     ]
 
 
@@ -97,7 +98,7 @@ def _photos(config: Config, unit: Key, device: torch.device, root: Path) -> dict
     net = placed(weights.resnet50(root), device)
     torch.manual_seed(unit["seed"])
     net.fc = nn.Linear(net.fc.in_features, source.classes).to(device)
-    converted(net, unit["gamma"], config.memory)
+    to_be_plain(net, unit, config.memory)
 
     def every() -> Iterator[tuple[Tensor, Tensor]]:
         for epoch in range(config.photo_epochs):
@@ -111,9 +112,10 @@ def _photos(config: Config, unit: Key, device: torch.device, root: Path) -> dict
     optimizer = torch.optim.SGD(net.parameters(), config.photo_rate, momentum=0.9, weight_decay=1e-4)
     net.train()
     steps = config.photo_epochs * source.steps
-    went = fit(net, every(), lambda batch: cross_entropy(net(batch[0]), batch[1]), optimizer, steps)
+    shares = shares_of(unit.get("way", "kept"), steps, FALL)
+    went = fit(net, every(), lambda batch: cross_entropy(net(batch[0]), batch[1]), optimizer, steps, shares)
     own = accuracy()
-    reverted(net, unit["gamma"])
+    plain_again(net, unit)
     return {"own": own, "plain": accuracy(), **went}
 
 
@@ -121,7 +123,7 @@ def _cifar(config: Config, unit: Key, device: torch.device, root: Path) -> dict[
     setting = config.of_cifar(unit["seed"])
     source = cifar_transfer.batches(setting, device, root)
     net = placed(weights.cifar_resnet(config.cifar_depth, root), device)
-    converted(net, unit["gamma"], config.memory, torch.zeros(2, 3, 32, 32, device=device))
+    to_be_plain(net, unit, config.memory, torch.zeros(2, 3, 32, 32, device=device))
 
     def accuracy() -> float:
         statistics(net, (x for x, _ in islice(source.epoch(0), setting.batches)))
@@ -129,7 +131,7 @@ def _cifar(config: Config, unit: Key, device: torch.device, root: Path) -> dict[
         return cifar_transfer.tested(net, source)["accuracy"]
 
     before = cifar_transfer.tested(net, source)["accuracy"]
-    went = cifar_transfer.refitted(setting, net, source, "refit")
+    went = cifar_transfer.refitted(setting, net, source, unit.get("way", "kept"), FALL)
     own = accuracy()
-    reverted(net, unit["gamma"])
+    plain_again(net, unit)
     return {"before": before, "own": own, "plain": accuracy(), **went}

@@ -19,7 +19,7 @@ from ..metrics import Key
 from . import weights
 from .photos import categories, prepared_photos
 from .prepare import as_input
-from .transfer import as_momentum, fit, placed, points, statistics, steps_of_warmup
+from .transfer import as_momentum, fit, placed, points, shares_of, statistics
 
 TASKS = ("photos", "hymenoptera")
 
@@ -114,7 +114,7 @@ def tuned(config: Config, net: Any, unit: Key, device: torch.device, root: Path)
     net.train()
     went = fit(
         net, every(), lambda batch: cross_entropy(net(batch[0]), batch[1]), optimizer, steps,
-        steps_of_warmup(unit["way"], steps, config.warm),
+        shares_of(unit["way"], steps, config.warm),
     )  # fmt: skip
     running = accuracy(net, source)
     # a hundred steps are few for the running means of BatchNorm, which lag behind weights that move

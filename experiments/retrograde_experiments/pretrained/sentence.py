@@ -17,7 +17,7 @@ from ..metrics import Key
 from . import weights
 from .prepare import partners
 from .text import prepared_text
-from .transfer import GAMMAS, as_momentum, fit, points, steps_of_warmup
+from .transfer import GAMMAS, as_momentum, fit, points, shares_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict
 
         went = fit(
             net, chosen(config, len(wanted["train"]), device), loss, optimizer, config.steps,
-            steps_of_warmup(unit["way"], config.steps, config.warm), clip=1.0,
+            shares_of(unit["way"], config.steps, config.warm), clip=1.0,
         )  # fmt: skip
     pairs = vectors(net, text, "pair")
     return {

@@ -4,12 +4,18 @@ converted     nothing else is done
 statistics    the running statistics of BatchNorm are estimated anew; no parameter changes
 refit         a short training at the final γ
 warmup        the same training, with γ rising from 0 to its final value over the first part of it
+
+Fine-tuned in reverse to be used as the plain network, in one of three ways:
+
+kept          at one γ, which is then left out
+falling       the same, with γ falling to 0 over the last part, so that the plain network is what is trained last
+sign          each sample of each block draws +γ or −γ in training; without training it is the plain network
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -18,7 +24,12 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
+from ..errors import ExperimentError, suggestion
+from ..metrics import Key
+
 WAYS = ("converted", "statistics", "refit", "warmup")
+DEPLOYED = ("kept", "falling", "sign")
+FALL = 0.2  # the part of the steps over which γ falls
 VELOCITIES = {"zero": None, "first": "first"}
 GAMMAS = (0.0, 0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.8, 0.1, 0.6, 0.2, 0.4)  # a run cut short has the telling ones
 
@@ -70,21 +81,21 @@ def fit(
     loss_of: Callable[[Any], Tensor],
     optimizer: torch.optim.Optimizer,
     steps: int,
-    warm_steps: int = 0,
+    shares: Mapping[int, float] | None = None,
     clip: float | None = None,
 ) -> dict[str, Any]:
     """Train for some steps, the rate rising over the first twentieth and falling to 0 along a cosine.
 
     Args:
         net: the network, converted or not.
-        warm_steps: steps over which γ rises from 0; 0 for the final γ from the start.
+        shares: by step, which share of its γ the network has then (`rg.GammaSchedule`); None: all of it from the start.
         clip: the largest norm of the gradient.
 
     Returns:
         `losses`: the mean over each tenth of the steps. `stopped`: the step at which it was given up, or None: a loss that is not
         finite, or values beyond the fixed-point range, end the training.
     """
-    warmup = rg.GammaWarmup(net, warm_steps) if warm_steps else None
+    schedule = rg.GammaSchedule(net, shares) if shares else None
     rates = [group["lr"] for group in optimizer.param_groups]
     rise = max(1, steps // 20)
     held: list[Tensor] = []
@@ -104,8 +115,8 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
         held.append(loss.detach())
-        if warmup is not None:
-            warmup.step()
+        if schedule is not None:
+            schedule.step()
         if step % 50 == 49 and not bool(torch.isfinite(held[-1])):  # to look costs a wait for the device
             stopped = step
             break
@@ -116,9 +127,53 @@ def fit(
     }
 
 
-def steps_of_warmup(way: str, steps: int, part: float) -> int:
-    """How many steps γ rises for."""
-    return max(1, round(part * steps)) if way == "warmup" else 0
+def shares_of(way: str, steps: int, part: float) -> dict[int, float] | None:
+    """How γ moves: up over the first part of the steps, down over the last, or not at all.
+
+    >>> shares_of("warmup", 10, 0.5), shares_of("falling", 10, 0.2)
+    ({0: 0, 5: 1}, {8: 1, 10: 0})
+    """
+    moved = max(1, round(part * steps))
+    shares: dict[str, dict[int, float]] = {"warmup": {0: 0, moved: 1}, "falling": {steps - moved: 1, steps: 0}}
+    return shares.get(way)
+
+
+def deployed(gammas: Iterable[float], ways: Iterable[str]) -> list[dict[str, Any]]:
+    """The units of an experiment that ends with the plain network: every γ above 0, every way. The way "kept" is left out of the key.
+
+    >>> deployed([0, 0.5], ["kept", "falling"])
+    [{'gamma': 0}, {'gamma': 0.5}, {'gamma': 0.5, 'way': 'falling'}]
+    """
+    ways = tuple(ways)
+    unknown = [way for way in ways if way not in DEPLOYED]
+    if unknown:
+        raise ExperimentError(f"there is no way {unknown[0]!r} to fine-tune. {suggestion(unknown[0], DEPLOYED)}")
+    named = [{} if way == "kept" else {"way": way} for way in ways]
+    return [{"gamma": gamma, **way} for gamma in gammas for way in (named if gamma else [{}])]
+
+
+def with_seed(point: Key, seed: int) -> Key:
+    """The key of a unit of `deployed`, with its seed."""
+    way = {name: value for name, value in point.items() if name != "gamma"}
+    return {"gamma": point["gamma"], "seed": seed, **way}
+
+
+def to_be_plain(net: nn.Module, unit: Key, memory: str, example: Any = None) -> None:
+    """Convert the network for a fine-tuning after which it is the plain one. At γ = 0 it is left as it is."""
+    if not unit["gamma"]:
+        return
+    gamma = unit["gamma"]
+    if unit.get("way") == "sign":
+        if not hasattr(rg, "RandomSign"):
+            raise ExperimentError("this version of retrograde has no RandomSign. Leave out the way 'sign'.")
+        gamma = rg.RandomSign(gamma)
+    rg.convert(net, example, gamma=gamma, memory=memory)
+
+
+def plain_again(net: nn.Module, unit: Key) -> None:
+    """The inverse of `to_be_plain`."""
+    if unit["gamma"]:
+        rg.revert(net)
 
 
 def points(gammas: Iterable[float], velocities: Iterable[str], ways: Iterable[str]) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ def main(
             plans[n] = _planned(chosen.name, model, example, options)
     console.print(_stages(plans[batch]))
     console.print(_memory(plans, small, batch, optimizer, available))
+    console.print(_gammas(plans[batch]))
     if available is not None:
         room = available - _constant(plans[batch], optimizer) - plans[batch].batch
         make = partial(plan, model, examples[batch], memory=max(room, 0), **options)  # type: ignore[arg-type]
@@ -80,6 +81,16 @@ def _stages(made: Plan) -> Table:
         table.add_column(heading, justify="right" if k in (1, 3, 4) else "left", overflow="fold")
     for row, cells in zip(made.rows, rows, strict=True):
         table.add_row(*cells, style="" if row.form else "dim")
+    return table
+
+
+def _gammas(made: Plan) -> Table:
+    headings, *rows = made.by_gamma()
+    table = Table(title="In reverse, by γ", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

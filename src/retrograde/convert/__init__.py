@@ -1,21 +1,22 @@
 """From any residual model to a momentum network, in place.
 
-convert.py    convert, revert
-stage.py      a run of blocks as one momentum network, driven by the model's own loop
-block.py      one converted block: the same object, another class
-own.py        its own forward, as the steps of a stage call it
-next_x.py     what it returns, and how the next block knows that tensor
-unseen.py     a change of it that PyTorch does not count
-find.py       which blocks: by what is known of their classes, or by name
-adapters.py   what is known of the classes of torchvision, timm, transformers and PyTorch
-probe.py      which blocks: by trying the model out on an example
-schedule.py   what the stages of one model keep, within a budget
-plan.py       plan: what would be converted, and what that would save
-warmup.py     γ from 0 to its final value over the first steps
+convert.py        convert, revert
+stage.py          a run of blocks as one momentum network, driven by the model's own loop
+block.py          one converted block: the same object, another class
+own.py            its own forward, as the steps of a stage call it
+next_x.py         what it returns, and how the next block knows that tensor
+unseen.py         a change of it that PyTorch does not count
+find.py           which blocks: by what is known of their classes, or by name
+adapters.py       what is known of the classes of torchvision, timm, transformers and PyTorch
+probe.py          which blocks: by trying the model out on an example
+schedule.py       what the stages of one model keep, within a budget
+distance.py       how far outputs move with γ; gamma="auto"
+plan.py           plan: what would be converted, and what that would save
+gamma_schedule.py γ that moves during training
 """
 
 from .convert import convert, revert
+from .gamma_schedule import GammaSchedule, lightning_callback, trainer_callback
 from .plan import Plan, plan
-from .warmup import GammaWarmup, lightning_callback, trainer_callback
 
-__all__ = ["GammaWarmup", "Plan", "convert", "lightning_callback", "plan", "revert", "trainer_callback"]
+__all__ = ["GammaSchedule", "Plan", "convert", "lightning_callback", "plan", "revert", "trainer_callback"]

@@ -12,23 +12,27 @@ may be larger than the machine. Workspaces of kernels are not seen.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..arithmetic.buffers import buffers
 from ..arithmetic.fixed import FixedPoint
 from ..memory.budget import Step, choose, observe
 from ..memory.fake import Copy, device_of, fake_copy
-from ..memory.modes import MemoryPlan, parse_memory
+from ..memory.modes import MemoryPlan, buffer_bytes, parse_memory
 from ..memory.peak import Peak
 from ..memory.step import as_call, bytes_of
 from ..memory.units import human
+from ..reverse.momentum import Recurrence
 from ..reverse.sign import magnitude
-from .convert import check_example, check_model, check_settings, look, place, stages_of
+from .convert import check_example, check_model, check_settings, look, place, stages_of, trial
 from .find import Finding
 from .stage import Settings
 
@@ -57,6 +61,27 @@ class Row:
 
 
 @dataclass(frozen=True)
+class GammaRow:
+    """What one γ costs with every stage in reverse, and what it changes.
+
+    Attributes:
+        gamma: γ.
+        bits: information that is kept per element and block, log2(1/γ).
+        peak, held: bytes, predicted, as in `Plan.peaks`.
+        distance: how far the outputs are from the plain model's, relative to them (`distance`); None if that was not tried.
+    """
+
+    gamma: Fraction
+    bits: float
+    peak: int
+    held: int
+    distance: float | None
+
+
+GAMMAS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(9, 10))
+
+
+@dataclass(frozen=True)
 class Plan:
     """What would be converted, and the memory of a training step, predicted.
 
@@ -67,6 +92,7 @@ class Plan:
         peaks: bytes above parameters, gradients and batch, by way of running: "plain", "checkpoint", "reverse" and "auto" (or
             the mode asked for).
         parameters, gradients, batch: their bytes.
+        gammas: the same model with every stage in reverse, at some γ.
     """
 
     model: str
@@ -76,6 +102,7 @@ class Plan:
     parameters: int
     gradients: int
     batch: int
+    gammas: tuple[GammaRow, ...] = ()
 
     @property
     def stages(self) -> tuple[Row, ...]:
@@ -102,13 +129,27 @@ class Plan:
             (name, human(peak.peak), human(peak.held), f"{peak.peak / plain:.2f}×") for name, peak in self.peaks.items()
         )]  # fmt: skip
 
+    def by_gamma(self) -> list[tuple[str, ...]]:
+        """What each γ costs and changes, as text, with a header."""
+        plain = self.peaks["plain"].peak
+        header = ("gamma", "bits a block", "peak in reverse", "held for backward", "of plain", "outputs move")
+        rows = [
+            (spoken(row.gamma), f"{row.bits:.2g}", human(row.peak), human(row.held), f"{row.peak / plain:.2f}×",
+             "–" if row.distance is None else f"{100 * row.distance:.2g} %")
+            for row in self.gammas
+        ]  # fmt: skip
+        return (
+            [header, *rows]
+            if any(row.distance is not None for row in self.gammas)
+            else [r[:-1] for r in (header, *rows)]
+        )
+
     def __str__(self) -> str:
         counted = sum(row.blocks for row in self.stages)
         title = f"{self.model}: {counted} blocks in {len(self.stages)} momentum stages, gamma = {self.gamma}"
         fixed = f"besides: parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
-        return "\n".join(
-            [title, "", aligned(self.table(), numeric=(1, 3, 4)), "", aligned(self.summary(), numeric=(1, 2, 3)), fixed]
-        )
+        tables = (aligned(self.table(), numeric=(1, 3, 4)), aligned(self.summary(), numeric=(1, 2, 3)) + f"\n{fixed}")
+        return "\n\n".join((title, *tables, aligned(self.by_gamma(), numeric=(0, 1, 2, 3, 4, 5))))
 
     def _repr_html_(self) -> str:
         def table(rows: list[tuple[str, ...]]) -> str:
@@ -117,11 +158,12 @@ class Plan:
             body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells[1:])
             return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-        return f"<p><b>{html.escape(str(self).splitlines()[0])}</b></p>{table(self.table())}{table(self.summary())}"
+        tables = "".join(map(table, (self.table(), self.summary(), self.by_gamma())))
+        return f"<p><b>{html.escape(str(self).splitlines()[0])}</b></p>{tables}"
 
 
 def plan(
-    model: nn.Module, example: Any, *, gamma: Any = 0.9, stages: Sequence[str] | str | None = None, form: str | None = None,
+    model: nn.Module, example: Any, *, gamma: Any = 1 / 8, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str | int | float = "auto", loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
     fixed_point: str | FixedPoint = "auto",
 ) -> Plan:  # fmt: skip
@@ -129,10 +171,11 @@ def plan(
 
     Args:
         model: the model, not yet converted. It is neither run nor changed.
-        example: a batch, as `measure` takes it. Only shapes and dtypes matter.
+        example: a batch, as `measure` takes it. Only shapes and dtypes matter, unless gamma is "auto".
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, fixed_point: as in `convert`.
+        gamma, stages, form, memory, fixed_point: as in `convert`. gamma="auto" runs a copy of the model on the example, so that the
+            plan shows how far its outputs move at each γ.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
@@ -143,12 +186,15 @@ def plan(
     settings = Settings(
         magnitude(gamma), form or "block", None, mode, fixed_point=fixed_point, insists=form is not None
     )
-    check_settings(settings)
     check_model(model)
     check_example(example)
+    check_settings(settings, model, example)
     args, kwargs = as_call(example)
     with fake_copy(model, args, kwargs) as fake:
         finding = look(fake.model, fake.kwargs or fake.args, stages, form)
+    tried = trial(model, example, finding, settings, autocast) if isinstance(gamma, str) else None
+    if tried is not None:
+        settings = replace(settings, gamma=tried.nearest())
 
     def step(way: Settings, plans: Mapping[str, MemoryPlan] | None = None) -> _Way:
         with fake_copy(model, args, kwargs) as fake:
@@ -156,7 +202,8 @@ def plan(
             placed = stages_of(fake.model)
             kept = _watch(fake, finding)
             observed = observe(fake, [stage.stack for stage in placed], plans, loss, autocast, outputs=2)
-            return _Way(observed, kept, {stage.name: stage.used for stage in placed})
+            momentum = {stage.name: stage.recurrence for stage in placed if not stage.checkpointed}
+            return _Way(observed, kept, {stage.name: stage.used for stage in placed}, momentum)
 
     results = {
         "plain": step(replace(settings, gamma=0, memory="store")),
@@ -170,22 +217,33 @@ def plan(
     order = [path for path, _ in model.named_modules()]
     return Plan(
         type(model).__name__,
-        gamma,
+        gamma if tried is None else settings.gamma,
         _rows(finding, results["plain"].kept, asked, order),
         {way: Peak(result.step.peak, result.step.held) for way, result in results.items()},
         parameters=bytes_of(model.parameters()),
         gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
         batch=bytes_of(tree_leaves(example)),
+        gammas=tuple(_at(g, results["reverse"], None if tried is None else tried.distance(g)) for g in GAMMAS),
     )
 
 
 @dataclass
 class _Way:
-    """One way to run the model: the observed step, bytes that each stretch of blocks keeps, and modes by stage."""
+    """One way to run the model: the observed step, bytes that each stretch of blocks keeps, modes and recurrences by stage."""
 
     step: Step
     kept: dict[str, int]
     modes: dict[str, str]
+    momentum: dict[str, Recurrence]
+
+
+def _at(gamma: Fraction, reverse: _Way, distance: float | None) -> GammaRow:
+    """The step in reverse at another γ, of which the buffers alone differ."""
+    more = 0
+    for name, given in reverse.momentum.items():
+        other = buffers([gamma] * len(given.gammas))
+        more += reverse.step.elements.get(name, 0) * (buffer_bytes(other) - buffer_bytes(given.begins))
+    return GammaRow(gamma, math.log2(1 / gamma), reverse.step.peak + more, reverse.step.held + more, distance)
 
 
 def _watch(fake: Copy, finding: Finding) -> dict[str, int]:
@@ -219,6 +277,15 @@ def _rows(finding: Finding, plain: dict[str, int], asked: _Way, order: list[str]
 
 def _because(row: Row) -> str:
     return f" ({row.reason})" if row.reason else ""
+
+
+def spoken(gamma: Fraction) -> str:
+    """A γ as it is written.
+
+    >>> spoken(Fraction(1, 8)), spoken(Fraction(9, 10))
+    ('1/8', '0.9')
+    """
+    return str(gamma) if gamma.numerator == 1 else f"{float(gamma):g}"
 
 
 def aligned(rows: list[tuple[str, ...]], numeric: tuple[int, ...] = ()) -> str:

@@ -43,7 +43,7 @@ from .unseen import Unseen
 class Settings:
     """How the stages of a model are run; the options of `MomentumNet`."""
 
-    gamma: Any = 0.9
+    gamma: Any
     form: str = "block"
     velocity: str | None = None
     memory: str | int | float = "auto"

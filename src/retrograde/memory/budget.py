@@ -13,6 +13,7 @@ The loss is not known to the network. For a converted model it is taken to need 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -137,12 +138,14 @@ class Recorder:
         self.meter = meter
         self.known = {t.untyped_storage()._cdata for t in known}
         self.tracks: dict[str, Track] = {}
+        self.elements: Counter[str] = Counter()  # of x, by stack, over all of its passes
         self.order: list[tuple[str, int]] = []  # the blocks as they ran
         self.outside = [0]  # of a real step: bytes that autograd saved before each block, and after the last
         self.begins = True  # the first block keeps the state of the random generator, drawn from or not
 
     def observer(self, stack: Stack, x: Tensor, training: bool) -> Observer:
         """For a pass of this stack that is given x."""
+        self.elements[stack.name] += x.numel()
         if stack.name not in self.tracks:
             self.tracks[stack.name] = Track.of(
                 stack.plan_for(x.dtype, training), in_mode(stack.recurrence, training), x, self.known
@@ -183,12 +186,13 @@ class Recorder:
 
 @dataclass
 class Step:
-    """An observed step: most bytes by interval, the tracks of stacks that may keep more, peak and held bytes."""
+    """An observed step: most bytes by interval, the tracks of stacks that may keep more, peak and held bytes, elements by stack."""
 
     usage: list[int]
     tracks: dict[str, Track]
     peak: int = 0
     held: int = 0
+    elements: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def links(self) -> list[Choice]:
@@ -225,7 +229,7 @@ def observe(
     for track in tracks.values():
         for k, n in track.generators.items():
             usage[track.forward[k] :] = [u + n for u in usage[track.forward[k] :]]
-    return Step(usage, tracks, peak, held)
+    return Step(usage, tracks, peak, held, recorder.elements)
 
 
 def choose(

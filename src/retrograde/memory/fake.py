@@ -231,7 +231,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     memo: dict[int, Any] = dict(fakes)
     with FakeCopyMode(mode):
         model, others, args, kwargs = copy.deepcopy((model, others, tuple(args), dict(kwargs)), memo)
-    _silence_hooks(model)
+    silence_hooks(model)
     meter = Meter()
     known: list[Tensor] = [t for t in memo.values() if is_fake(t)]  # with those that modules have as plain attributes
     leaves = [t for t in known if t.is_leaf and t.requires_grad]
@@ -241,7 +241,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
     for tensor in known:
         meter.count(tensor, 0)
     try:
-        with _no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
+        with no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
         if isinstance(mode, PlanningMode):
@@ -255,7 +255,7 @@ def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
     return nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
-def _silence_hooks(model: nn.Module) -> None:
+def silence_hooks(model: nn.Module) -> None:
     """Let hooks do nothing, but be there: blocks may run in another way because of them. PyTorch's own do what they do."""
     for module in model.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -269,7 +269,7 @@ def _nothing_heard(*_: Any, **__: Any) -> None: ...
 
 
 @contextmanager
-def _no_trace() -> Iterator[None]:
+def no_trace() -> Iterator[None]:
     """Compile nothing, draw no random numbers, log nothing, and show the user's saved-tensor hooks nothing."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level

@@ -13,6 +13,7 @@ result.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,11 @@ def input_bytes(recurrence: Recurrence, dtype: torch.dtype) -> int:
     return min(dtype.itemsize, integer_dtype(dtype, recurrence.narrow).itemsize)
 
 
+def buffer_bytes(begins: Mapping[int, torch.dtype | None]) -> int:
+    """Bytes per element of the information buffers that begin there."""
+    return sum(dtype.itemsize for dtype in begins.values() if dtype)
+
+
 def holding(recurrence: Recurrence, dtype: torch.dtype) -> dict[str, int]:
     """Bytes held from forward to backward per element of x, by mode. A plain step (γ = 0) cannot be reversed.
 
@@ -97,8 +103,7 @@ def holding(recurrence: Recurrence, dtype: torch.dtype) -> dict[str, int]:
     """
     held = {"checkpoint": input_bytes(recurrence, dtype) * len(recurrence.gammas)}
     if not recurrence.plain:
-        buffers = sum(b.itemsize for b in recurrence.begins.values() if b)
-        held["reverse"] = 2 * integer_dtype(dtype, recurrence.narrow).itemsize + buffers
+        held["reverse"] = 2 * integer_dtype(dtype, recurrence.narrow).itemsize + buffer_bytes(recurrence.begins)
     return held
 
 

@@ -1,7 +1,9 @@
-"""γ warm-up from a plain loop, under Lightning and under the Trainer of transformers."""
+"""γ that moves during training: from a plain loop, under Lightning and under the Trainer of transformers."""
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -35,32 +37,63 @@ def test_from_the_plain_network_to_the_converted_one() -> None:
     plain = step(model, lambda m: m(X))
     rg.convert(model, gamma=0.9, memory="reverse", fixed_point=rg.FixedPoint(20, torch.int32))
     final = step(model, lambda m: m(X))
-    warmup = rg.GammaWarmup(model, steps=3)
+    schedule = rg.GammaSchedule(model, {0: 0, 3: 1})
     assert_same_bits(step(model, lambda m: m(X)), plain)
     seen = []
     for _ in range(5):
-        seen.append(warmup.step())
+        seen.append(schedule.step())
         found = step(model, lambda m: m(X))
     assert seen == [Fraction(3, 10), Fraction(3, 5), Fraction(9, 10), Fraction(9, 10), Fraction(9, 10)]
     assert gamma_of(model) == Fraction(9, 10)
     assert_same_bits(found, final)
 
 
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", 10**9])
+def test_trained_down_to_the_plain_network(memory: Any) -> None:
+    """What is left at the end of a fall is what `revert` gives back: outputs, gradients and buffers, to the bit."""
+    model = nn.Sequential(*[Normed() for _ in range(4)]).train()
+    rg.convert(model, stages=[""], gamma=1 / 8, memory=memory)
+    schedule, gammas = rg.GammaSchedule(model, {1: 1, 4: 0}), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        gammas.append(schedule.step())
+    assert gammas[0] == Fraction(1, 8)
+    assert gammas == sorted(gammas, reverse=True)
+    assert gammas[-2] > 0 == gammas[-1]
+    optimizer.zero_grad()
+    reverted = rg.revert(copy.deepcopy(model))
+    for mode in (True, False):
+        assert_same_bits(step(model.train(mode), lambda m: m(X)), step(reverted.train(mode), lambda m: m(X)))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.f(x)))
+
+
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-@pytest.mark.parametrize("start", [0.0, 0.5])
-def test_every_gamma_on_the_way_is_reversible(shape: str, start: float) -> None:
+@pytest.mark.parametrize("points", [{0: 0, 4: 1}, {0: 0.5, 4: 1}, {0: 1, 4: 0}, {0: 0, 1: 1, 3: 1, 5: 0.01}])
+def test_every_gamma_on_the_way_is_reversible(shape: str, points: dict[int, float]) -> None:
     model = encoder()
     seen: dict[str, list[Any]] = {}
     for mode in ("store", "reverse"):
         rg.convert(model, gamma=0.9, memory=mode)
-        warmup = rg.GammaWarmup(model, 4, start=start, shape=shape)
-        gammas = [warmup.gamma]
+        schedule = rg.GammaSchedule(model, points, shape=shape)
+        gammas = [schedule.gamma]
         found = [step(model, lambda m: m(X))]
-        for _ in range(4):
-            gammas.append(warmup.step())
+        for _ in range(max(points)):
+            gammas.append(schedule.step())
             found.append(step(model, lambda m: m(X)))
-        assert gammas == sorted(gammas)
-        assert gammas[0] == Fraction(start).limit_denominator(100)
+        for t, share in points.items():
+            assert float(gammas[t]) == pytest.approx(0.9 * share, abs=0.005)
+            assert (gammas[t] == 0) == (share == 0)
         seen[mode] = found
         rg.revert(model)
     for a, b in zip(*seen.values(), strict=True):
@@ -69,42 +102,53 @@ def test_every_gamma_on_the_way_is_reversible(shape: str, start: float) -> None:
 
 def test_several_stages_and_gammas() -> None:
     model = nn.ModuleList([rg.convert(encoder(), gamma=0.5), rg.convert(encoder(2), gamma=[0.9, 0.8])])
-    warmup = rg.GammaWarmup(model, 2)
-    warmup.step()
+    schedule = rg.GammaSchedule(model, {0: 0, 2: 1})
+    schedule.step()
     assert [stage.gamma for stage in stages_of(model)] == [Fraction(1, 4), (Fraction(9, 20), Fraction(2, 5))]
+
+
+def test_near_one() -> None:
+    """γ = 1 is another network, the Hamiltonian limit: it is not rounded to on the way."""
+    model = rg.convert(encoder(), gamma=0.999)
+    schedule = rg.GammaSchedule(model, {0: 0.9999, 1: 1})
+    assert [schedule.gamma, schedule.step()] == [Fraction(99, 100), Fraction(999, 1000)]
 
 
 def test_resumed() -> None:
     model = rg.convert(encoder())
-    warmup = rg.GammaWarmup(model, 10, shape="cosine")
-    for _ in range(4):
-        warmup.step()
+    schedule = rg.GammaSchedule(model, {0: 0, 5: 1, 10: 0}, shape="cosine")
+    for _ in range(7):
+        schedule.step()
     other = rg.convert(encoder())
-    resumed = rg.GammaWarmup(other, 10)
-    resumed.load_state_dict(warmup.state_dict())
-    assert gamma_of(other) == gamma_of(model)
-    assert [resumed.step() for _ in range(7)] == [warmup.step() for _ in range(7)]
+    resumed = rg.GammaSchedule(other, {0: 1})
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert gamma_of(other) == gamma_of(model) not in (0, Fraction(1, 8))
+    assert [resumed.step() for _ in range(4)] == [schedule.step() for _ in range(4)]
+    again = rg.GammaSchedule(model, {0: 1})  # of the gamma it was converted with, not of where the last one ended
+    assert again.gamma == Fraction(1, 8)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("points", "options", "says"),
     [
-        ({"steps": 0}, "at least 1; got 0"),
-        ({"steps": 2.5}, "whole number"),
-        ({"steps": 3, "shape": "square"}, "'linear', 'cosine'; got 'square'"),
-        ({"steps": 3, "start": 2.0}, r"in \[0, 1\]; got 2.0"),
+        ({}, {}, r"by step, as \{0: 0, 500: 1\}"),
+        (500, {}, "got 500"),
+        ({2.5: 1}, {}, "whole number of at least 0; got 2.5"),
+        ({-1: 1}, {}, "at least 0; got -1"),
+        ({0: 0, 9: 2.0}, {}, r"in \[0, 1\]; got 2.0 at step 9"),
+        ({0: 0}, {"shape": "square"}, "'linear', 'cosine'; got 'square'"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], says: str) -> None:
+def test_wrong_options(points: Any, options: dict[str, Any], says: str) -> None:
     model = rg.convert(encoder())
     with pytest.raises(ValueError, match=says):
-        rg.GammaWarmup(model, **options)
-    assert gamma_of(model) == Fraction(9, 10)
+        rg.GammaSchedule(model, points, **options)
+    assert gamma_of(model) == Fraction(1, 8)
 
 
 def test_a_model_that_is_not_converted() -> None:
     with pytest.raises(ValueError, match="not converted"):
-        rg.GammaWarmup(encoder(), 3)
+        rg.GammaSchedule(encoder(), {0: 1})
 
 
 def _lightning() -> Any:
@@ -121,7 +165,7 @@ def test_lightning(tmp_path: Path) -> None:
     class Task(lightning.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.net = rg.convert(encoder(), memory="reverse")
+            self.net = rg.convert(encoder(), gamma=0.9, memory="reverse")
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             gammas.append(gamma_of(self))
@@ -134,8 +178,8 @@ def test_lightning(tmp_path: Path) -> None:
 
     def trainer(**options: Any) -> Any:
         return lightning.Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[lightning_callback(6)],
-            default_root_dir=tmp_path, enable_checkpointing=False, **options,
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[lightning_callback({0: 0, 6: 1})], default_root_dir=tmp_path, enable_checkpointing=False, **options,
         )  # fmt: skip
 
     first = trainer(max_steps=4)
@@ -154,7 +198,7 @@ def test_trainer_of_transformers(tmp_path: Path) -> None:
     class Task(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = rg.convert(encoder(), memory="reverse")
+            self.net = rg.convert(encoder(), gamma=0.9, memory="reverse")
 
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             gammas.append(gamma_of(self))
@@ -169,7 +213,7 @@ def test_trainer_of_transformers(tmp_path: Path) -> None:
                 disable_tqdm=True, logging_strategy="no", save_only_model=False,
             ),
             train_dataset=[{"x": x} for x in X.repeat(8, 1, 1)],
-            callbacks=[trainer_callback(6)],
+            callbacks=[trainer_callback({0: 0, 6: 1})],
         )  # fmt: skip
 
     trainer(4).train()
