@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .arithmetic.fixed import FixedPoint
-from .convert import GammaSchedule, Plan, convert, plan, revert
+from .convert import GammaSchedule, Plan, convert, deploy, plan, revert
 from .errors import RangeOverflow, ReplayError
 from .memory import measure
 from .nets.momentum import MomentumNet, State
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "FixedPoint", "GammaSchedule", "MomentumNet", "Plan", "RandomSign", "RangeOverflow", "ReplayError", "State", "convert", "measure",
-    "plan", "revert", "settle",
+    "FixedPoint", "GammaSchedule", "MomentumNet", "Plan", "RandomSign", "RangeOverflow", "ReplayError", "State", "convert", "deploy",
+    "measure", "plan", "revert", "settle",
 ]  # fmt: skip
 
 

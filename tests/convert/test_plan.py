@@ -205,14 +205,26 @@ def test_html() -> None:
 def test_by_gamma(name: str) -> None:
     """What another γ would take in reverse is what a plan at that γ predicts, to the byte."""
     plan = planned(name)
-    assert [row.gamma for row in plan.gammas] == [Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(9, 10)]
+    assert [row.gamma for row in plan.gammas] == [
+        Fraction(1, 16),
+        Fraction(1, 8),
+        Fraction(1, 4),
+        Fraction(1, 2),
+        Fraction(9, 10),
+    ]
     assert [row.bits for row in plan.gammas] == pytest.approx([4, 3, 2, 1, 0.152], abs=1e-4)
     make, example = (resnet, IMAGES) if name == "resnet" else MEASURED[name]
     row, other = plan.gammas[0], rg.plan(make(), example, gamma=1 / 16).peaks["reverse"]
     assert (row.peak, row.held) == (other.peak, other.held)
     assert row.held > plan.gammas[-1].held
     table = str(plan).rpartition("\n\n")[2].splitlines()
-    assert [line.split()[:2] for line in table[1:]] == [["1/16", "4"], ["1/8", "3"], ["1/4", "2"], ["1/2", "1"], ["0.9", "0.15"]]
+    assert [line.split()[:2] for line in table[1:]] == [
+        ["1/16", "4"],
+        ["1/8", "3"],
+        ["1/4", "2"],
+        ["1/2", "1"],
+        ["0.9", "0.15"],
+    ]
     assert all(len(line) <= 80 for line in table)
 
 

@@ -243,7 +243,7 @@ def test_what_else_is_refused() -> None:
     with pytest.raises(ValueError, match="3 values for 2 blocks"):
         rg.MomentumNet(blocks, rg.RandomSign([0.1, 0.2, 0.3]))
     with pytest.raises(ValueError, match="Leave the warm-up out"):
-        rg.GammaWarmup(rg.convert(encoder()[0], gamma=SIGN), steps=3)
+        rg.GammaSchedule(rg.convert(encoder()[0], gamma=SIGN), {0: 0, 3: 1})
 
 
 def test_gamma_may_be_set_and_is_shown_and_travels() -> None:

@@ -1,6 +1,8 @@
 """From any residual model to a momentum network, in place.
 
 convert.py        convert, revert
+saved.py          γ in the config of a transformers model
+deploy.py         deploy: the converted model in floats
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
 block.py          one converted block: the same object, another class
 own.py            its own forward, as the steps of a stage call it
@@ -16,7 +18,8 @@ gamma_schedule.py γ that moves during training
 """
 
 from .convert import convert, revert
+from .deploy import deploy
 from .gamma_schedule import GammaSchedule, lightning_callback, trainer_callback
 from .plan import Plan, plan
 
-__all__ = ["GammaSchedule", "Plan", "convert", "lightning_callback", "plan", "revert", "trainer_callback"]
+__all__ = ["GammaSchedule", "Plan", "convert", "deploy", "lightning_callback", "plan", "revert", "trainer_callback"]

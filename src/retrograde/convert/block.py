@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..memory.fake import is_fake
+from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
 from .own import Own, with_spares
@@ -33,10 +34,44 @@ class Place:
     keyword: str  # the name of x among the parameters of the block's forward
 
 
-class Converted:
-    """What a converted block's class adds to its own."""
+class Derived:
+    """What the class of a module adds that is still the same object: its own class, for copies, pickles and the way back."""
 
     _retrograde_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        cls = next(cls for cls in type(self).__mro__ if "_retrograde_class" in vars(cls))
+        own_state = any("__getstate__" in vars(cls) for cls in type(self).__mro__[:-1])
+        return _restored, (cls.__bases__[0], cls.__bases__[1]), self.__getstate__() if own_state else self.__dict__
+
+
+class Step(Derived):
+    """What the class of a block adds that takes a step of a stage, in integers or in floats: γ goes with its weights."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        place: Place = self.__dict__[PLACE]
+        if not place.stage.checkpointed:
+            saved.put(destination, prefix, {**place.stage.described, "step": place.index})
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
+        place: Place = self.__dict__[PLACE]
+        stage = place.stage
+        if stage.told is not errors and not stage.checkpointed:  # one warning a stage, for each loading
+            described = {**stage.described, "step": place.index}
+            if saved.compare(f"stage {stage.name!r}", local_metadata, described, _ADVICE):
+                stage.told = errors
+
+
+_ADVICE = "rg.revert(model), and rg.convert(model, …) with what they were saved with; or go on, if the change is meant."
+
+
+class Converted(Step):
+    """What a converted block's class adds to its own."""
 
     @torch._disable_dynamo  # the step is not for the compiler; what the block calls may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +107,6 @@ class Converted:
         own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
         return ", ".join(filter(None, (own, note)))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        own_state = any("__getstate__" in vars(cls) for cls in type(self).__mro__[:-1])
-        return _restored, (self._retrograde_class,), self.__getstate__() if own_state else self.__dict__
-
 
 def branch_now(block: Any, place: Place, alone: bool) -> Any:
     """f of a block that computes relu(x + f(x)), if it can be taken for this call. `alone`: the block is given nothing but x."""
@@ -105,22 +136,23 @@ def compiled(forward: Any, options: tuple[tuple[str, Any], ...]) -> Any:
     return _compiled[key]
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_classes: dict[tuple[type[Derived], type[nn.Module]], type[nn.Module]] = {}
 
 
-def converted_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of converted blocks that were of this class."""
-    if original not in _classes:
+def derived_class(adds: type[Derived], original: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules that were of this class, with what `adds` adds."""
+    key = adds, original
+    if key not in _classes:
         names = {"_retrograde_class": original, "__module__": original.__module__, "__doc__": original.__doc__}
-        derived = type(original.__name__, (Converted, original), names)
+        derived = type(original.__name__, (adds, original), names)
         derived.__qualname__ = original.__qualname__
-        _classes[original] = derived
-    return _classes[original]
+        _classes[key] = derived
+    return _classes[key]
 
 
-def _restored(original: type[nn.Module]) -> nn.Module:
-    """An empty converted block, for `pickle` and `copy` to fill."""
-    derived = converted_class(original)
+def _restored(adds: type[Derived], original: type[nn.Module]) -> nn.Module:
+    """An empty module of a derived class, for `pickle` and `copy` to fill."""
+    derived = derived_class(adds, original)
     return derived.__new__(derived)
 
 
@@ -133,13 +165,22 @@ def place_of(module: nn.Module) -> Place | None:
 def install(module: nn.Module, stage: Stage, index: int, path: str) -> None:
     """Make the module a step of the stage. It must have passed `check`."""
     module.__dict__[PLACE] = Place(stage, index, path, input_name(module))
-    module.__class__ = converted_class(type(module))
+    module.__class__ = derived_class(Converted, type(module))
 
 
 def remove(module: nn.Module) -> None:
     """Undo `install`."""
     module.__class__ = vars(type(module))["_retrograde_class"]
     del module.__dict__[PLACE]
+
+
+def check_class(module: nn.Module, path: str) -> None:
+    """Raise if the class of a converted block is not the one that it was given."""
+    if "_retrograde_class" not in vars(type(module)):
+        raise TypeError(
+            f"{path} was given another class after it was converted ({type(module).__name__}; fully_shard does that). "
+            "Undo that first."
+        )
 
 
 def check(module: nn.Module, path: str) -> None:

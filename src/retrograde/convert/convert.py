@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -16,14 +17,20 @@ from ..arithmetic.ratio import as_ratios
 from ..memory.budget import Scheduler
 from ..memory.modes import MODES, Budget, parse_memory
 from ..nets.relu import DEEPEST, branch_of
+from ..nets.saved import written
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.range import holders
+from ..reverse.sign import gamma_of, recurrence_of
 from . import block as blocks
+from . import saved
+from .deploy import undeploy
 from .distance import Trial, check_auto
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .schedule import SCHEDULER, schedule
+from .schedule import SCHEDULER, schedule, unschedule
 from .stage import Settings, Stage
 
+GAMMA = Fraction(1, 8)
+"""γ where neither the caller nor the model says."""
 NESTED = "_retrograde_nested"
 _CHOICES = {
     "form": ("block", "branch", "relu"), "velocity": (None, "first"), "memory": MODES, "verify": VERIFY,
@@ -32,7 +39,7 @@ _CHOICES = {
 
 
 def convert(
-    model: nn.Module, example: Any = None, *, gamma: Any = 1 / 8, stages: Sequence[str] | str | None = None,
+    model: nn.Module, example: Any = None, *, gamma: Any = None, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str | int | float = "auto",
     fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
     compile: bool | dict[str, Any] = False,
@@ -49,7 +56,9 @@ def convert(
             With one, the model is run once to see which blocks follow one another and keep their shape.
         gamma: γ in [0, 1]; one per step, if a single stage is converted. 1/8 changes a trained network little, and keeps 3 bits an
             element and block; 0 changes nothing, and cannot be reversed. "auto" takes the largest of 1/2, 1/4, … 1/256 at which the
-            outputs on the example, which is run on a copy of the model, stay near those of the plain model: see `distance`.
+            outputs on the example, which is run on a copy of the model, stay near those of the plain model: see `distance`. None: the
+            one that the model was saved with, if its transformers config has it (as then `stages` and `velocity`), else 1/8. Another
+            one than that is taken with a warning.
         stages: paths of containers (`nn.Sequential`, `nn.ModuleList`), or patterns for containers or for blocks, to be taken
             instead of what is found.
         form: "block": the blocks return x + f(x); "branch": they return f(x), and the model adds it to x; "relu": they return
@@ -87,7 +96,19 @@ def convert(
     finding = look(model, example, stages, form)
     if isinstance(gamma, str):
         settings = replace(settings, gamma=trial(model, example, finding, settings).nearest())
+    for run in finding.runs:
+        if gamma is None or run.gamma is None:
+            continue
+        asked, was = (gamma_of(recurrence_of(g, run.steps, run.form, False)) for g in (settings.gamma, run.gamma))
+        if asked != was:
+            warnings.warn(
+                f"the stage {run.name!r} was saved with gamma = {written(was)}, and is converted with gamma = {gamma}, as asked: "
+                "that is another network. Leave gamma out to have the one that was saved.",
+                stacklevel=2,
+            )
+            break
     place(model, finding, settings, budget)
+    saved.write(model)
     return model
 
 
@@ -102,16 +123,23 @@ def look(
     check_example(example)
     from .probe import confirm, probe  # it imports this package's finder
 
+    modules = dict(model.named_modules(remove_duplicate=False))
+    converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
+    known = () if converted else saved.runs(model)
     if stages is not None:
         finding = named(model, stages, "branch" if form == "branch" else "block")
+        if len({run.gamma for run in known}) == 1:
+            runs = tuple(replace(run, gamma=known[0].gamma) for run in finding.runs)
+            finding = replace(finding, runs=runs)
         if example is not None:
             confirm(model, example, finding)
+    elif known:
+        inside = {path for run in known for path in run.blocks}
+        finding = Finding(known, tuple(left for left in find(model).left if left.path not in inside))
     else:
         finding = find(model)
         if not finding.runs and example is not None:
             finding = probe(model, example)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
     if not finding.runs:
         if converted:
             raise ValueError(
@@ -170,7 +198,7 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
-        (run, Stage(run.name, len(_distinct(run, modules)), run.steps, replace(settings, form=run.form)))
+        (run, Stage(run.name, len(_distinct(run, modules)), run.steps, _settings_of(run, settings)))
         for run in finding.runs
     ]
     if settings.memory != "store":
@@ -207,32 +235,31 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert`: every block is of its own class again, and runs as it did.
+    """Undo `convert` and `deploy`: every block is of its own class again, and runs as it did. A config no longer says otherwise.
 
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 6)
     >>> type(revert(convert(model)).layers[0]) is nn.TransformerEncoderLayer
     True
     """
     converted = [(path, module) for path, module in model.named_modules() if blocks.place_of(module) is not None]
-    if not converted:
-        raise ValueError(f"this {type(model).__name__} is not converted.")
     for path, module in converted:
-        if "_retrograde_class" not in vars(type(module)):
-            raise TypeError(
-                f"{path} was given another class after it was converted ({type(module).__name__}; fully_shard does that). "
-                "Undo that first."
-            )
+        blocks.check_class(module, path)
+    was_saved = saved.forget(model)
+    if not (undeploy(model) or converted or was_saved):
+        raise ValueError(f"this {type(model).__name__} is not converted.")
     for _, module in converted:
         blocks.remove(module)
     for module in model.modules():
         if NESTED in module.__dict__:
             module.use_nested_tensor = module.__dict__.pop(NESTED)
-        if module.__dict__.pop(SCHEDULER, None) is not None:
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is schedule:
-                    del module._forward_pre_hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    unschedule(model)
     return model
+
+
+def _settings_of(run: Run, settings: Settings) -> Settings:
+    """The options of a stage: what was asked for, else what it was saved with."""
+    asked = (gamma for gamma in (settings.gamma, run.gamma, GAMMA) if gamma is not None)
+    return replace(settings, form=run.form, gamma=next(asked), velocity=settings.velocity or run.velocity)
 
 
 def stages_of(model: nn.Module) -> list[Stage]:

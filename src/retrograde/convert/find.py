@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
@@ -24,12 +25,14 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another: a stage to be."""
+    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with."""
 
     name: str
     blocks: tuple[str, ...]
     steps: int
     form: str = "block"
+    gamma: Any = None
+    velocity: str | None = None
 
 
 @dataclass(frozen=True)

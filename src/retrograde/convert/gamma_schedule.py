@@ -61,8 +61,8 @@ class GammaSchedule:
             raise ValueError("the model is not converted: rg.convert(model, gamma=…) first.")
         if any(stage.recurrence.signed for stage in stages):
             raise ValueError(
-                "GammaSchedule moves a gamma that is evaluated, too; with RandomSign the network is evaluated as the plain one from the "
-                "first step on. Leave the schedule out, or convert with a number."
+                "GammaSchedule moves a gamma that is evaluated, too; with RandomSign the network is evaluated as the plain one from "
+                "the first step on. Leave the schedule out, or convert with a number."
             )
         self.stages = [(stage, list(as_ratios(stage.settings.gamma, stage.steps))) for stage in stages]
         self.points = dict(sorted(points.items()))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..reverse.parts import version
 from .unseen import Unseen
 
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
@@ -23,11 +24,6 @@ _IDENTITIES = FSDP2 | {"AddedBackward", "BackwardHookFunctionBackward", "AliasBa
 """Nodes of autograd's graph that hand on a tensor and its gradient as they are (`Added`: by way of another)."""
 _IN_PLACE = {Tensor.__iadd__, Tensor.add_}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | _IN_PLACE
-
-
-def version(x: Tensor) -> int:
-    """How often x was written to; of tensors of inference mode that is not counted."""
-    return 0 if x.is_inference() else x._version
 
 
 def same(x: Tensor, mine: Tensor, at: int) -> bool:

@@ -32,7 +32,7 @@ from ..memory.step import as_call, bytes_of
 from ..memory.units import human
 from ..reverse.momentum import Recurrence
 from ..reverse.sign import magnitude
-from .convert import check_example, check_model, check_settings, look, place, stages_of, trial
+from .convert import GAMMA, check_example, check_model, check_settings, look, place, stages_of, trial
 from .find import Finding
 from .stage import Settings
 
@@ -163,7 +163,7 @@ class Plan:
 
 
 def plan(
-    model: nn.Module, example: Any, *, gamma: Any = 1 / 8, stages: Sequence[str] | str | None = None, form: str | None = None,
+    model: nn.Module, example: Any, *, gamma: Any = None, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str | int | float = "auto", loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
     fixed_point: str | FixedPoint = "auto",
 ) -> Plan:  # fmt: skip
@@ -217,7 +217,7 @@ def plan(
     order = [path for path, _ in model.named_modules()]
     return Plan(
         type(model).__name__,
-        gamma if tried is None else settings.gamma,
+        next(g for g in (settings.gamma if tried else gamma, finding.runs[0].gamma, GAMMA) if g is not None),
         _rows(finding, results["plain"].kept, asked, order),
         {way: Peak(result.step.peak, result.step.held) for way, result in results.items()},
         parameters=bytes_of(model.parameters()),

@@ -38,3 +38,13 @@ def _around(model: nn.Module, recorder: Recorder) -> None:
         seen.__exit__(None, None, None)
 
     handle = model.register_forward_hook(ended, always_call=True)
+
+
+def unschedule(model: nn.Module) -> None:
+    """Plan no more memory for the stages of a model."""
+    for module in model.modules():
+        if module.__dict__.pop(SCHEDULER, None) is not None:
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is schedule:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)

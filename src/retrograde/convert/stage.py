@@ -25,16 +25,17 @@ from ..errors import RangeOverflow, ReplayError
 from ..memory.budget import Observer, Stack
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
+from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
 from ..reverse.momentum import Recurrence
 from ..reverse.nodes import observed
-from ..reverse.parts import Memo
+from ..reverse.parts import Memo, version
 from ..reverse.range import Range
 from ..reverse.residual import Residual
 from ..reverse.sign import gamma_of, in_mode, recurrence_of, state_of
-from .next_x import FSDP2, Branch, handed_on, same, version
+from .next_x import FSDP2, Branch, handed_on, same
 from .own import Own, spared
 from .unseen import Unseen
 
@@ -43,7 +44,7 @@ from .unseen import Unseen
 class Settings:
     """How the stages of a model are run; the options of `MomentumNet`."""
 
-    gamma: Any
+    gamma: Any = None
     form: str = "block"
     velocity: str | None = None
     memory: str | int | float = "auto"
@@ -108,6 +109,8 @@ class Stage:
         self.warned = set[str]()
         self.restarted = set[int]()  # blocks at which v started anew in training
         self.last: MemoryPlan | None = None  # of the last pass
+        self.records: list[dict[str, Any]] = []  # of it, in configs
+        self.told: list[str] = []  # of the last `load_state_dict` that was warned of
         mode, _ = parse_memory(self.settings.memory)
         recurrence = self._recurrence(self.settings.gamma)
         if mode == "reverse" and recurrence.plain:
@@ -125,6 +128,18 @@ class Stage:
     @gamma.setter
     def gamma(self, gamma: Any) -> None:
         self.stack.recurrence = self._recurrence(gamma)
+        for record in self.records:
+            record["gamma"] = self.described["gamma"]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The stage for a `state_dict` or a config. Forms "block" and "relu" are one network."""
+        return {
+            "stage": self.name,
+            "gamma": written(self.gamma),
+            "form": "branch" if self.settings.form == "branch" else "block",
+            "velocity": self.settings.velocity,
+        }
 
     @property
     def recurrence(self) -> Recurrence:
@@ -256,11 +271,7 @@ class Stage:
         if index and training:
             self.restarted.add(index)
         if index:
-            self._warn(
-                "restart",
-                f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
-                f"If the model changes x between the blocks of {self.name!r}, leave that stage out or name shorter ones.",
-            )
+            self.warn_restart(path)
         elif x is self.open.ended():
             self._warn(
                 "loop",
@@ -270,11 +281,19 @@ class Stage:
             )
         return None
 
+    def warn_restart(self, path: str) -> None:
+        """Say once that a pass begins in the middle of the stage."""
+        self._warn(
+            "restart",
+            f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
+            f"If the model changes x between the blocks of {self.name!r}, leave that stage out or name shorter ones.",
+        )
+
     def _warn(self, kind: str, message: str) -> None:
         """Once of each kind."""
         if kind not in self.warned:
             self.warned.add(kind)
-            warnings.warn(message, stacklevel=7)
+            warnings.warn(message, stacklevel=8)
 
     def _hand_on(self, entry: Open) -> None:
         passes = self.open.passes

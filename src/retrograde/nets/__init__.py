@@ -10,6 +10,8 @@ iresnet       contractive blocks, inverted by iteration
 ode           Neural ODEs, augmented and of second order
 lista         learning to optimise
 relu          blocks that compute relu(x + f(x)), and their f
+saved         γ in a state_dict
+floats        the networks in floats, for export
 checks        checks of arguments
 
 Functions that have the name of their file (`resnet.resnet`) are imported from it.

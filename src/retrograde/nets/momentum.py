@@ -29,6 +29,7 @@ from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
 from ..reverse.residual import Residual
 from ..reverse.sign import RandomSign, gamma_of, in_mode, recurrence_of, state_of
+from . import saved
 from .relu import whole
 
 Gamma = float | Iterable[float] | RandomSign
@@ -270,6 +271,26 @@ class MomentumNet(nn.Module):
         else:
             extra = Extra((), {})
         run.launch(block if observer is None else observer.watch(-1, block), extra, form)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The network for a `state_dict`."""
+        velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
+        return {"gamma": saved.written(gamma_of(self.recurrence)), "form": self.form, "velocity": velocity}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        saved.put(destination, prefix, self.described)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        self.compare(prefix, local_metadata)
+
+    def compare(self, prefix: str, local_metadata: dict[str, Any]) -> None:
+        """Warn if weights that are loaded are known to be of another network."""
+        saved.compare(
+            f"{type(self).__name__} {prefix[:-1]!r}", local_metadata, self.described, "Set net.gamma, if that is all."
+        )
 
     def extra_repr(self) -> str:
         velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__

@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..reverse.sign import in_mode
+from . import saved
 from .checks import choice, whole
 from .momentum import MomentumNet
 from .relu import DEEPEST, Rectified, branch_of
@@ -218,6 +219,16 @@ class MomentumStage(nn.Sequential):
                 net.blocks = nn.ModuleList(self._steps(kept))
             net.training = self.training  # train() and eval() do not reach it
         return net
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.momentum is not None:
+            saved.put(destination, prefix, self.momentum.described)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if self.momentum is not None:
+            self.momentum.compare(prefix, local_metadata)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in list(self)[: self.first]:

@@ -32,6 +32,11 @@ STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.f
 _MODULE = frozenset(vars(nn.Module()))
 
 
+def version(x: Tensor) -> int:
+    """How often x was written to; of tensors of inference mode that is not counted."""
+    return 0 if x.is_inference() else x._version
+
+
 class Parts:
     """The parts of a block as they are now."""
 

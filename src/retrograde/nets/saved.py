@@ -1,0 +1,64 @@
+"""γ in a `state_dict`: weights say of which network they are.
+
+    net.state_dict()._metadata[""]["retrograde"]        {"gamma": "9/10", "form": "branch", "velocity": None}
+
+Keys and tensors stay as they are. `torch.save` keeps the metadata, and `torch.load` returns it, with weights_only=True too. What holds
+tensors alone (safetensors, a dictionary made of another) loses it, and then nothing is compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from ..reverse.sign import RandomSign, magnitude
+
+KEY = "retrograde"
+
+
+def written(gamma: Any) -> str | list[str]:
+    """γ, as `gamma_of` gives it, as text: "1/8", or one per step where they differ; "±1/8" where signs are random."""
+    sign = "±" if isinstance(gamma, RandomSign) else ""
+    ratios = magnitude(gamma)
+    return [f"{sign}{ratio}" for ratio in ratios] if isinstance(ratios, tuple) else f"{sign}{ratios}"
+
+
+def read(gamma: str | Sequence[str]) -> Any:
+    """γ from text.
+
+    >>> read(written(Fraction(1, 8))), read(written((Fraction(1, 8), Fraction(0)))), read(written(RandomSign(1 / 16)))
+    (Fraction(1, 8), (Fraction(1, 8), Fraction(0, 1)), RandomSign(1/16))
+    """
+    given = [gamma] if isinstance(gamma, str) else gamma
+    ratios = tuple(Fraction(ratio.removeprefix("±")) for ratio in given)
+    found = ratios[0] if isinstance(gamma, str) else ratios
+    return RandomSign(found) if given[0].startswith("±") else found
+
+
+def put(destination: Any, prefix: str, described: dict[str, Any]) -> None:
+    """Note in a `state_dict` in the making what the module of this prefix computes."""
+    metadata = getattr(destination, "_metadata", None)
+    if metadata is not None:
+        metadata.setdefault(prefix[:-1], {})[KEY] = described
+
+
+def compare(name: str, local_metadata: dict[str, Any], described: dict[str, Any], advice: str) -> bool:
+    """Warn if weights that are loaded are known to be of another network; whether they are."""
+    saved = local_metadata.get(KEY)
+    if not isinstance(saved, dict):
+        return False
+    other = [key for key in described if key != "stage" and saved.get(key) != described[key]]
+    if other:
+        here, there = (", ".join(f"{key} = {_shown(of.get(key))}" for key in other) for of in (described, saved))
+        warnings.warn(
+            f"the weights loaded into {name} are of another network: they were saved with {there}, and it has {here}. Its outputs are "
+            f"not those of the network that was saved. {advice}",
+            stacklevel=2,
+        )
+    return bool(other)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list | tuple) else str(value)
