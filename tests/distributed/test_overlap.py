@@ -28,17 +28,22 @@ Reduction = torch.futures.Future[torch.Tensor]
 
 
 class Traced(nn.Module):
-    """A block whose runs show in a trace and in a log. Block 0 first waits for the reductions under way."""
+    """A block whose runs show in a trace and in a log. Block 0 first waits for the reductions under way.
+
+    It has the lists by functions: lists that a block has as attributes are as they were in a replay.
+    """
 
     def __init__(self, block: nn.Module, k: int, log: list[Event], under_way: list[Reduction]) -> None:
         super().__init__()
-        self.block, self.k, self.log, self.under_way = block, k, log, under_way
+        self.block, self.k = block, k
+        self.note = log.append
+        self.wait = lambda: torch.futures.wait_all(under_way)
         block.get_parameter("inner.weight").register_hook(lambda gradient: log.append(("gradient", k)))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.log.append(("run", self.k))
+        self.note(("run", self.k))
         if self.k == 0:
-            torch.futures.wait_all(self.under_way)
+            self.wait()
         with record_function(f"run block {self.k}"):
             return self.block(x)
 

@@ -38,9 +38,10 @@ def read(gamma: str | Sequence[str]) -> Any:
 
 
 def put(destination: Any, prefix: str, described: dict[str, Any]) -> None:
-    """Note in a `state_dict` in the making what the module of this prefix computes."""
+    """Note in a `state_dict` in the making what the module of this prefix computes. Of a plain network, γ = 0, nothing is noted."""
     metadata = getattr(destination, "_metadata", None)
-    if metadata is not None:
+    gamma = described["gamma"]
+    if metadata is not None and any(each != "0" for each in ([gamma] if isinstance(gamma, str) else gamma)):
         metadata.setdefault(prefix[:-1], {})[KEY] = described
 
 
