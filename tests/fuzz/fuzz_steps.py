@@ -153,6 +153,8 @@ class Program:
     def do_checkpointed(self) -> None:
         with torch.no_grad():
             self.forward()  # so that a pass run again begins with the range that the first one began with
+        if self.case.signed:  # other signs, other magnitudes: the range would move in between
+            self.net.range.setting = self.net.range.now
         with self.autocast():
             y = checkpoint(self.net, self.x, *self.args, use_reentrant=False, **self.kwargs)
         self.found["output"] = y.detach()
