@@ -320,7 +320,7 @@ class Stage:
         if is_fake(run.state.range.table):
             return
         try:
-            self.range.learn(run.state.range, training, self.recurrence.most_guard, run.state.x)
+            self.range.learn(run.state.range, training, self.recurrence.most_guard)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 

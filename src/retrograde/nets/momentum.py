@@ -240,7 +240,7 @@ class MomentumNet(nn.Module):
         run = Pass(state, x0, depth, **settings)
         self._launch(run, extra, observer)
         self._driven(run, extra, observer)
-        self.range.learn(run.state.range, self.training, most_guard, run.state.x)
+        self.range.learn(run.state.range, self.training, most_guard)
         return run
 
     def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
@@ -330,6 +330,6 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
 def _check_reversible(memory: str, recurrence: Recurrence) -> None:
     if memory == "reverse" and recurrence.plain:
         raise ValueError(
-            "gamma = 0, and RandomSign in evaluation, is a plain residual network, which cannot be run in reverse: its step forgets "
-            "v. Use memory='checkpoint', 'store' or 'auto', or a gamma above 0 (with RandomSign: call .train() first)."
+            "gamma = 0 (and RandomSign in evaluation: call .train() first) is a plain residual network, which cannot be run in "
+            "reverse: its step forgets v. Use memory='checkpoint', 'store' or 'auto', or a gamma above 0."
         )

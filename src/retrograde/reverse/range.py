@@ -38,9 +38,11 @@ YIELDED = 6
 _FEW = {torch.int16: 3, torch.int32: 11, torch.int64: 24}
 """Binary digits of the largest |x₀| below which a pass is said to be coarse. For 32-bit integers: what TF32 has."""
 
-_FEW_OF_CHANNELS = 9
-"""Binary digits, guard digits included, of a tenth of the channels, below which their gradients lose whole percents."""
-
+_FEW_OF_CHANNELS = {torch.int16: 7, torch.int32: 9, torch.int64: 9}
+"""Binary digits, guard digits included, of a tenth of the channels, below which their gradients lose whole percents; with 16
+bits, more of them."""
+_RATIO_OF_CHANNELS = 6
+"""Channels that differ by fewer bits in size are not what makes digits few: the whole input is small beside what follows."""
 
 Outcome = tuple[FixedPoint, tuple[float, float], bool, bool]
 """Of a pass: its fixed point, its limits, whether to raise, whether the fixed point was given by the user."""
@@ -235,7 +237,7 @@ class Range:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
         if isinstance(self.setting, FixedPoint):
             fixed = replace(self.setting, dtype=integer_dtype(x0.dtype, self.narrow))
-            return PassRange(x0, fixed, rows, known=True, given=True, overflow=overflow)
+            return self._looked_at(x0, PassRange(x0, fixed, rows, known=True, given=True, overflow=overflow))
         dtype = integer_dtype(x0.dtype, self.narrow)
         known = self._known(dtype, training)
         if x0.is_meta or type(x0) not in (Tensor, Parameter):
@@ -249,7 +251,16 @@ class Range:
         fixed = known or self._first(peak, dtype, most_guard)
         if math.isfinite(peak) and peak * 2.0**fixed.bits > fixed.limit / 4:
             fixed = self._first(peak, dtype, most_guard)
-        return PassRange(x0, fixed, rows, known=known is not None, given=False, overflow=overflow)
+        return self._looked_at(
+            x0, PassRange(x0, fixed, rows, known=known is not None, given=False, overflow=overflow)
+        )
+
+    def _looked_at(self, x0: Tensor, seen: PassRange) -> PassRange:
+        """The range of a pass, after a look at how it holds the channels of the input, where the fixed point is new."""
+        if seen.looks and seen.fixed not in self.looked:
+            self.looked.add(seen.fixed)
+            _check_channels(x0, seen.fixed, seen.given)
+        return seen
 
     def _first(self, peak: float, dtype: torch.dtype, most_guard: int) -> FixedPoint:
         """For a pass of which only the input is known: v is taken to be an eighth of it, as in most networks."""
@@ -265,11 +276,8 @@ class Range:
             return own
         return wider(own, trained, 0 if dtype == torch.int16 else YIELDED)
 
-    def learn(self, seen: PassRange, training: bool, most_guard: int = MOST_GUARD, q: Tensor | None = None) -> None:
-        """Take note of the largest values of a finished pass; of how its x, as integers q, is held, where that is new."""
-        if q is not None and seen.looks and not seen.broken and seen.fixed not in self.looked:
-            self.looked.add(seen.fixed)
-            _check_channels(q, seen.fixed)
+    def learn(self, seen: PassRange, training: bool, most_guard: int = MOST_GUARD) -> None:
+        """Take note of the largest values of a finished pass."""
         if (seen.given and seen.looks) or seen.broken:
             return
         if seen.looks:
@@ -328,17 +336,17 @@ def _check_resolution(peak: float, fixed: FixedPoint) -> None:
         )
 
 
-def _check_channels(q: Tensor, fixed: FixedPoint) -> None:
-    """Warn where small channels have few digits, because others are large or the fixed point that was given is coarse."""
-    for dim in sorted({1, q.dim() - 1}) if q.dim() > 1 and q.numel() else ():
-        others = [k for k in range(q.dim()) if k != dim]
-        sizes = q.to(fixed.work).square().mean(others).sqrt().sort().values
+def _check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> None:
+    """Warn where small channels of the input have few digits, because others are large or the fixed point was given so."""
+    for dim in sorted({1, x0.dim() - 1}) if x0.dim() > 1 and x0.numel() else ():
+        others = [k for k in range(x0.dim()) if k != dim]
+        sizes = x0.detach().to(fixed.work).square().mean(others).sqrt().sort().values
         sizes = sizes[sizes > 0]
         if not len(sizes):
             continue
-        small, large = (float(sizes[k]) * 2.0**-fixed.bits for k in (len(sizes) // 10, -1))
-        digits = math.log2(small) + fixed.bits + fixed.guard
-        if digits < _FEW_OF_CHANNELS:
+        small, large = (float(sizes[k]) for k in (len(sizes) // 10, -1))
+        digits, most = (math.log2(size) + fixed.bits + fixed.guard for size in (small, large))
+        if digits < _FEW_OF_CHANNELS[fixed.dtype] and (given or most - digits > _RATIO_OF_CHANNELS):
             off = 100 * min(4 * 2.0**-digits, 1)
             warnings.warn(
                 f"channels of x (dimension {dim}) are {small:.2g} in size, beside others of {large:.2g}: with {fixed.bits} fraction "
