@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .checks import Checks
-from .deferred import Deferred, check_capturable
+from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
-from .momentum import FORMS
 from .nodes import Enter, Leave, Rejoin, Step, applied, observed
 from .parts import Memo
+from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
 from .surroundings import SameThread
@@ -60,7 +61,7 @@ class Pass:
         self.depth = depth
         self.reversed = reversed
         self.kept = kept
-        self.verify = verify
+        self.verify = "off" if isinstance(x0, FakeTensor) else verify  # without values there is nothing to compare
         self.memo = memo
         self.deferred = Deferred() if deferred is None else deferred
         self.look = look
@@ -85,8 +86,6 @@ class Pass:
         self.checks = None
         if self.tracked and replayed and self.verify != "off":
             self.checks = Checks(self.depth, self.device, self.verify, self.deferred)
-        elif self.tracked and replayed:
-            check_capturable(self.verify, self.device)
         if self.tracked and self.reversed:
             self.state.reversible = True
         self.tape = Tape(self.state, self.checks)
@@ -198,7 +197,7 @@ class Pass:
             self.tape.stands_before(k)
         elif self.plain:
             call.refuse_writes()
-        elif frame.shapes and self.state.narrow:
+        elif frame.shapes and self.state.fixed.dtype.itemsize < self.state.dtype.itemsize:
             kept.hold_integers(getattr(self.state, self.state.input_name(k)), self.state.fixed, self.state.dtype)
         elif call.writes:  # to its input
             kept.hold(self.state.read())
