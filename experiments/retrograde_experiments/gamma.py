@@ -174,7 +174,7 @@ def _tested(
     config: Config, net: nn.Module, weights: dict[str, Any], source: Resident, context: Context
 ) -> dict[str, Any]:
     """The accuracy with another γ: as it is, with new statistics, and refitted."""
-    net.load_state_dict(weights)
+    net.load_state_dict(dict(weights))  # of another γ: that is the experiment
     learner = Learner(net.to(context.device), _recipe(config, "refit" if config.refit else "trained"), source.steps)
     with fast(context.device):
         plain = learner.evaluate(source)["accuracy"]
@@ -182,7 +182,7 @@ def _tested(
         anew = learner.evaluate(source)["accuracy"]
     found = {"plain": plain, "statistics": anew}
     if config.refit:
-        net.load_state_dict(weights)
+        net.load_state_dict(dict(weights))  # of another γ: that is the experiment
         _, curve = trained(net, _recipe(config, "refit"), source, context)
         found["refit"] = curve["accuracy"][-1]
     return found

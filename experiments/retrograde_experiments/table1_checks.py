@@ -213,7 +213,7 @@ def check(name: str) -> Row:
 
 def _takes(holder: nn.Module, residual: nn.Module) -> bool:
     try:
-        holder.load_state_dict(residual.state_dict())
+        holder.load_state_dict(dict(residual.state_dict()))
     except RuntimeError:
         return False
     return True

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -187,18 +188,16 @@ def graph_capture_of_a_training_step(device: str) -> str:
 
 
 class Drifting(nn.Module):
-    """Repeats itself as long as `by` is 0. Neither it nor `so_far` is a buffer, so nobody knows of them."""
+    """Repeats itself as long as `by` is 0. It and `so_far` are inside an object of another class, so nobody knows of them."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.linear, self.hidden = (
-            nn.Linear(8, 8),
-            {"by": torch.zeros((), device=device), "so_far": torch.ones((), device=device)},
-        )
+        self.linear = nn.Linear(8, 8)
+        self.hidden = SimpleNamespace(by=torch.zeros((), device=device), so_far=torch.ones((), device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        so_far = self.hidden["so_far"]
-        return torch.tanh(self.linear(x)) * so_far.add_(self.hidden["by"]).clone()
+        so_far = self.hidden.so_far
+        return torch.tanh(self.linear(x)) * so_far.add_(self.hidden.by).clone()
 
 
 def graph_replays_are_judged(device: str) -> str:
@@ -223,7 +222,7 @@ def graph_replays_are_judged(device: str) -> str:
             for spoil, error in (("drift", rg.ReplayError), ("range", rg.RangeOverflow)):
                 again()
                 look()  # nothing to say
-                by = blocks[4].hidden["by"]
+                by = blocks[4].hidden.by
                 raised = False
                 try:
                     by.fill_(float(spoil == "drift"))

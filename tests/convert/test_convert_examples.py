@@ -12,7 +12,7 @@ from retrograde.extras import require
 
 ROOT = Path(__file__).parents[2]
 SAYS = {
-    "convert_own_loop": "in reverse", "convert_language_model": "gamma 9/10", "convert_resnet": "Bottleneck again",
+    "convert_own_loop": "in reverse", "convert_language_model": "gamma 1/8", "convert_resnet": "Bottleneck again",
     "cuda_graph": "graph",
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_blocks_are_still_of_their_class_and_say_what_they_do() -> None:
     model: Any = rg.convert(Model())
     assert isinstance(model.encoder.layers[0], nn.TransformerEncoderLayer)
     assert type(model.encoder.layers[0]).__name__ == "TransformerEncoderLayer"
-    assert "encoder.layers.0-3: momentum, gamma=9/10" in repr(model)
+    assert "encoder.layers.0-3: momentum, gamma=1/8" in repr(model)
     assert repr(model).count("momentum") == 2  # a line for each stage: equal blocks are printed once
     assert "momentum" not in repr(rg.revert(model))
 
@@ -250,7 +250,7 @@ def test_a_hook_that_replaces_the_output_restarts_the_velocity_and_warns() -> No
     ):
         found = same_in_reverse(model)
     halves = [
-        rg.MomentumNet(list(copy.deepcopy(model.encoder.layers[a:b])), gamma=0.9, form="block", fixed_point=FIXED)
+        rg.MomentumNet(list(copy.deepcopy(model.encoder.layers[a:b])), gamma=1 / 8, form="block", fixed_point=FIXED)
         for a, b in ((0, 2), (2, 4))
     ]
     for layer in halves[0].blocks:
@@ -357,7 +357,7 @@ def test_memory_goes_with_the_graph() -> None:
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 64, 0.0, batch_first=True), layers)
         x = torch.randn(4, 32, 8)
         for mode in ("reverse", "store"):
-            rg.convert(model, memory=mode)
+            rg.convert(model, gamma=0.9, memory=mode)
             held[mode, layers] = rg.measure(model, x, repeats=1).held
             assert not any(stage.open.passes for stage in stages_of(model))
             rg.revert(model)

@@ -239,9 +239,9 @@ def test_the_entry_follows_gamma() -> None:
     stages_of(model)[0].gamma = 0.5
     assert model.config.retrograde == {"stages": [{**SAVED, "gamma": "1/2"}]}
     assert other.config.retrograde == {"stages": [SAVED]}
-    warmup = rg.GammaWarmup(other, 2)
+    schedule = rg.GammaSchedule(other, {0: 0, 2: 1})
     assert other.config.retrograde["stages"][0]["gamma"] == "0"
-    warmup.step()
+    schedule.step()
     assert other.config.retrograde["stages"][0]["gamma"] == "1/8"
     assert not hasattr(rg.revert(model).config, "retrograde")
 

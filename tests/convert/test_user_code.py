@@ -176,7 +176,7 @@ def test_block_repeated_runs_as_one_stage() -> None:
         found[mode] = step(rg.convert(model, X, memory=mode), lambda m: m(X))
         rg.revert(model)
     assert_same_bits(found["store"], found["reverse"])
-    net = rg.MomentumNet([copy.deepcopy(model.block)] * 5, gamma=0.9, form="block", memory="store")
+    net = rg.MomentumNet([copy.deepcopy(model.block)] * 5, gamma=1 / 8, form="block", memory="store")
     assert torch.equal(net(X).detach(), found["store"]["output"])
 
 
@@ -212,7 +212,9 @@ def test_x_changed_in_place_between_blocks_starts_anew() -> None:
 
     model = Damped()
     halves = [
-        rg.MomentumNet(list(copy.deepcopy(model.layers[a:b])), form="block", fixed_point=rg.FixedPoint(20, torch.int32))
+        rg.MomentumNet(
+            list(copy.deepcopy(model.layers[a:b])), 1 / 8, form="block", fixed_point=rg.FixedPoint(20, torch.int32)
+        )
         for a, b in ((0, 2), (2, 4))
     ]
     rg.convert(model, stages=["layers"], memory="reverse", fixed_point=rg.FixedPoint(20, torch.int32))

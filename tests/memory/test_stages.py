@@ -84,8 +84,8 @@ def test_memory_below_the_peak_is_used() -> None:
 @pytest.fixture(scope="module")
 def extremes() -> tuple[dict[str, Tensor], int, int]:
     """What a step gives with everything stored, the memory that takes, and the least of all plans."""
-    stored = converted(resnet(), memory="store")
-    most, expected = rg.measure(stored, IMAGES, repeats=1).peak, bits(stored)
+    most = rg.measure(converted(resnet(), memory="store"), IMAGES, repeats=1).peak
+    expected = bits(converted(resnet(), memory="store"))
     model = converted(resnet(), memory=1)
     with pytest.raises(ValueError, match=r"memory=1 is not enough .* is \d+ bytes") as error:
         model(IMAGES)

@@ -53,7 +53,7 @@ def test_resnet_and_momentum_share_parameters_and_revnet_has_twice_as_many() -> 
     D = dictionary(4, 6)
     nets = {form: Lista(D, LAM, depth=5, form=form) for form in ("resnet", "momentum", "revnet")}
     counts = {form: sum(p.numel() for p in net.parameters()) for form, net in nets.items()}
-    nets["momentum"].load_state_dict(nets["resnet"].state_dict())
+    nets["momentum"].load_state_dict(dict(nets["resnet"].state_dict()))
     assert counts["momentum"] == counts["resnet"] == counts["revnet"] / 2
 
 

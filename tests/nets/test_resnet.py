@@ -83,7 +83,7 @@ def test_a_learned_velocity_is_f_of_a_block_of_its_own() -> None:
         torch.manual_seed(0)
         made.append(thin_resnet(20, gamma=0.9, velocity=velocity, memory="store").eval())
     plain, learned = made
-    missing, unexpected = learned.load_state_dict(plain.state_dict(), strict=False)
+    missing, unexpected = learned.load_state_dict(dict(plain.state_dict()), strict=False)
     assert not unexpected
     assert {name.split(".")[0] for name in missing} == {"velocity1", "velocity2", "velocity3"}
     assert all(map(torch.equal, plain.parameters(), learned.parameters()))  # as far as there are any
@@ -128,7 +128,7 @@ def test_a_learned_velocity_can_be_replaced() -> None:
 
     net, x = thin_resnet(20, gamma=0.9, velocity="learned").eval(), torch.randn(2, 3, 8, 8)
     without = thin_resnet(20, gamma=0.9).eval()
-    without.load_state_dict(net.state_dict(), strict=False)
+    without.load_state_dict(dict(net.state_dict()), strict=False)
     other, before = copy.copy(net), net(x)
     other._modules = dict(net._modules)
     assert not torch.allclose(before, without(x))

@@ -242,7 +242,7 @@ def test_what_else_is_refused() -> None:
             wrong()
     with pytest.raises(ValueError, match="3 values for 2 blocks"):
         rg.MomentumNet(blocks, rg.RandomSign([0.1, 0.2, 0.3]))
-    with pytest.raises(ValueError, match="Leave the warm-up out"):
+    with pytest.raises(ValueError, match="Leave the schedule out"):
         rg.GammaSchedule(rg.convert(encoder()[0], gamma=SIGN), {0: 0, 3: 1})
 
 

@@ -67,7 +67,7 @@ class Step(Derived):
                 stage.told = errors
 
 
-_ADVICE = "rg.revert(model), and rg.convert(model, …) with what they were saved with; or go on, if the change is meant."
+_ADVICE = "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), which does not say."
 
 
 class Converted(Step):

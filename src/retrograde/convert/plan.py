@@ -222,7 +222,10 @@ def plan(
         parameters=bytes_of(model.parameters()),
         gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
         batch=bytes_of(tree_leaves(example)),
-        gammas=tuple(_at(g, results["reverse"], None if tried is None else tried.distance(g)) for g in GAMMAS),
+        gammas=tuple(
+            _at(g, results["reverse"], None if tried is None else tried.distance(g))
+            for g in sorted({*GAMMAS, *(() if tried is None else (settings.gamma,))})
+        ),
     )
 
 

@@ -51,12 +51,13 @@ def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
 def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Size and strides of a view of some `count` elements, spread evenly over a tensor. No copy of the tensor is made.
 
-    In dense memory they are at most so far `apart`, at a step without small factors: it meets every row, column and channel alike.
+    In dense memory they are about so far `apart` at most, at a step that has no factor in common with any size: it meets every row,
+    column and channel alike.
     """
     if _dense(t):
         step = min(max(t.numel() // count, 1), apart)
-        while math.gcd(step, 210) > 1:
-            step -= 1
+        while math.gcd(step, t.numel()) > 1:
+            step += 1
         return (-(-t.numel() // step),), (step,)
     each = count ** (1 / sum(n > 1 for n in t.shape))  # elements of each dimension
     steps = [max(int(n // each), 1) for n in t.shape]
