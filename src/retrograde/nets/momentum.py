@@ -289,7 +289,9 @@ class MomentumNet(nn.Module):
     def compare(self, prefix: str, local_metadata: dict[str, Any]) -> None:
         """Warn if weights that are loaded are known to be of another network."""
         saved.compare(
-            f"{type(self).__name__} {prefix[:-1]!r}", local_metadata, self.described,
+            f"{type(self).__name__} {prefix[:-1]!r}",
+            local_metadata,
+            self.described,
             "Set net.gamma, if that is all; if the change is meant, load dict(state_dict), which does not say.",
         )
 

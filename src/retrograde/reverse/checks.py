@@ -22,7 +22,8 @@ from torch import Tensor
 from ..arithmetic.hash import digest, words
 from ..arithmetic.kernels import kernels_for
 from ..errors import ReplayError
-from .deferred import Deferred, check_capturable
+from .cuda import check_capturable
+from .deferred import Deferred
 from .fingerprint import SAMPLE, Picked, local, picked, undefined
 from .replay import WHEN_NOT_REPEATED, Call
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow, ReplayError
+from .cuda import capturing
 
 Judge = Callable[[Tensor, str], None]
 """Looks at values, and may raise; it is told which pass they are of: "this" or "an earlier"."""
@@ -23,30 +24,6 @@ FIRST_STEP = (
     "a CUDA graph cannot be made of a network's first step: its range and its checks are not set up yet. Run two or three steps like "
     "the one to be captured first, on a side stream, as torch.cuda.graph asks for anyway."
 )
-
-
-def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being made of what is done to x."""
-    return x.is_cuda and capturing_on(x.device)
-
-
-def capturing_on(device: torch.device) -> bool:
-    """Whether a CUDA graph is being made of what is done on this device."""
-    if device.type != "cuda" or not torch.cuda.is_initialized():  # tensors without values may say so anywhere
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def check_capturable(device: torch.device) -> None:
-    """Raise if a CUDA graph is being made, which has no room for checks that wait for the device."""
-    if capturing_on(device):
-        raise RuntimeError(
-            "verify='strict' waits for every block's check, which a CUDA graph cannot. Capture with verify='auto', and call "
-            "retrograde.settle(model) between replays."
-        )
 
 
 def event_on(device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from .checks import Checks
+from .cuda import SameThread
 from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
@@ -29,7 +30,6 @@ from .parts import Memo
 from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
-from .surroundings import SameThread
 from .tape import Kept, Tape
 
 Block = Callable[..., Any]
@@ -163,19 +163,15 @@ class Pass:
 
     def finish(self) -> Tensor:
         """The last x."""
-        x = self.x
-        return x if self.plain else self._end(x)
+        return self.x if self.plain else self.state.range.or_nan(self.x)
 
     def rest(self) -> Tensor:
         """What the state holds besides: v, or both streams in one."""
-        return self._end(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
+        return self.state.range.or_nan(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
 
     def _note_form(self, k: int, form: str) -> None:
         if not self.plain:
             self.state.gradient.forms[k] = FORMS.index(form)
-
-    def _end(self, result: Tensor) -> Tensor:
-        return self.state.range.or_nan(result)
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         """Run a block for the first time, remembered in its way."""

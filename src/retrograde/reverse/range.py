@@ -34,7 +34,8 @@ from .calibrate import (
     followed,
     wider,
 )
-from .deferred import FIRST_STEP, Deferred, capturing
+from .cuda import capturing
+from .deferred import FIRST_STEP, Deferred
 
 YIELDED = 6
 """Bits that evaluation gives up at most to hold what training had to."""

@@ -33,6 +33,7 @@ class Kept:
     """One block's input, kept: the float, which nobody may change, or a copy of its integers where these take fewer bytes."""
 
     needs_output = False
+    """Whether a replay must run to its end."""
 
     def __init__(self, x: Tensor) -> None:
         self.hold(x)
@@ -103,7 +104,8 @@ class Tape:
             self._finish_later(k, y)
         if k == self.lowest:
             self._served()
-        self.seek(self.at, lazily=not now)
+        if now:
+            self.seek(self.at)
 
     def pass_by(self, k: int) -> None:
         """Go back past block k, which has nothing to replay, if that will be needed."""
