@@ -248,10 +248,11 @@ class MomentumNet(nn.Module):
 
     def _steps(self) -> tuple[Any, ...]:
         """What takes the steps: the blocks."""
-        if len(self.recurrence.gammas) != len(self.blocks):
+        values = len(self._stack.recurrence.gammas)
+        if values != len(self.blocks):
             raise ValueError(
-                f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set net.gamma "
-                "after adding or removing blocks."
+                f"the network has {len(self.blocks)} blocks now, and {values} values of gamma. Set net.gamma after adding or "
+                "removing blocks."
             )
         return tuple(self.blocks)
 

@@ -5,7 +5,7 @@ momentum       the momentum scheme: one step on, one step back, the gradient of 
 nodes          autograd nodes: tokens carry gradients, integers carry values
 forward        the pass over a stack of blocks
 replay         one run of one block that can be run again to the bit
-tape           where a block's input comes from when it is run again
+tape           where a block's input comes from when it is run again; kept: an input that was kept
 
 What an ordinary step visits besides:
 

@@ -25,12 +25,13 @@ from .cuda import SameThread
 from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
+from .kept import Kept
 from .nodes import Enter, Leave, Rejoin, Step, applied, observed
 from .parts import Memo
 from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
-from .tape import Kept, Tape
+from .tape import Tape
 
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]

@@ -62,7 +62,7 @@ class PassRange:
         self.hold(fixed)
         self.raises = overflow == "raise"
         has_values = type(x0) in (Tensor, Parameter) and not x0.is_meta
-        self.looks = has_values and (x0.device.type == "cpu" or not (known or given)) and not capturing(x0)
+        self.looks = has_values and (x0.device.type == "cpu" or not (known or given or capturing(x0)))
         # rows 16 bytes apart: aligned as kernels like it
         self.table = torch.zeros(rows, 4, dtype=fixed.work, device=x0.device)[:, :2]
         self.rows = self.table.unbind()
@@ -158,33 +158,30 @@ class Range:
             )
         if self.narrow and x0.dtype == torch.float64:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
-        if isinstance(self.setting, FixedPoint):
-            fixed = replace(self.setting, dtype=integer_dtype(x0.dtype, self.narrow))
-            return self._looked_at(x0, PassRange(x0, fixed, rows, known=True, given=True, overflow=overflow))
         dtype = integer_dtype(x0.dtype, self.narrow)
-        known = self.found.get((dtype, True)) if training else self._known_in_evaluation(dtype)
-        if x0.is_meta or type(x0) not in (Tensor, Parameter):
-            peak = 0.0
-        elif known is not None and x0.device.type != "cpu":
-            return PassRange(x0, known, rows, known=True, given=False, overflow=overflow)
+        given = isinstance(self.setting, FixedPoint)
+        if given:
+            known = fixed = replace(self.setting, dtype=dtype)
         else:
-            if capturing(x0):
-                raise RuntimeError(FIRST_STEP)
-            peak = float(x0.detach().abs().amax()) if x0.numel() else 0.0
-        fixed = known or self._first(peak, dtype, most_guard)
-        if math.isfinite(peak) and peak * 2.0**fixed.bits > fixed.limit / 4:
-            fixed = self._first(peak, dtype, most_guard)
-        return self._looked_at(x0, PassRange(x0, fixed, rows, known=known is not None, given=False, overflow=overflow))
-
-    def _looked_at(self, x0: Tensor, seen: PassRange) -> PassRange:
-        """The range of a pass, after a look at how it holds the channels of the input, where the fixed point is new."""
-        if seen.looks and seen.fixed not in self.looked:
-            self.looked.add(seen.fixed)
-            check_channels(x0, seen.fixed, seen.given)
+            known = self.found.get((dtype, True)) if training else self._known_in_evaluation(dtype)
+            fixed = self._for_input(x0, known, dtype, most_guard)
+        seen = PassRange(x0, fixed, rows, known=known is not None, given=given, overflow=overflow)
+        if seen.looks and fixed not in self.looked:
+            self.looked.add(fixed)
+            check_channels(x0, fixed, given)
         return seen
 
-    def _first(self, peak: float, dtype: torch.dtype, most_guard: int) -> FixedPoint:
-        """For a pass of which only the input is known: v is taken to be an eighth of it, as in most networks."""
+    def _for_input(self, x0: Tensor, known: FixedPoint | None, dtype: torch.dtype, most_guard: int) -> FixedPoint:
+        """What is known, if it holds x0. Else v is taken to be an eighth of x0, as in most networks."""
+        peak = 0.0
+        if not x0.is_meta and type(x0) in (Tensor, Parameter) and x0.numel():
+            if known is not None and x0.device.type != "cpu":
+                return known  # without waiting for the device
+            if x0.is_cuda and capturing(x0):
+                raise RuntimeError(FIRST_STEP)
+            peak = float(x0.detach().abs().amax())
+        if known is not None and not (math.isfinite(peak) and peak * 2.0**known.bits > known.limit / 4):
+            return known
         peak = peak if math.isfinite(peak) else 1.0
         return calibrated(peak, peak / 8, dtype, most_guard)
 

@@ -42,7 +42,8 @@ from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
     from .checks import Checks
-    from .tape import Kept, Tape
+    from .kept import Kept
+    from .tape import Tape
 
 version = attrgetter("_version")
 _ADVICE = "So the block cannot be run again as it was. Change it before the forward or after the backward pass, or use memory='store'."

@@ -1,10 +1,8 @@
-"""Where a block's input comes from when it is run again.
+"""The tape: where a block's input comes from when it is run again. The state is rewound to it, one step after another.
 
-`Kept`: it was kept. `Tape`: the state is rewound to it, one step after another as backward goes.
-
-    recall(k)        stand where x_k can be read; x_k
-    settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
-    seek(k)          run blocks, either way, until the state is that of layer k
+recall(k)        stand where x_k can be read; x_k
+settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
+seek(k)          run blocks, either way, until the state is that of layer k
 """
 
 from __future__ import annotations
@@ -12,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.kernels import kernels_for
-from ..errors import ReplayError
 from .nodes import keeps_graph
 from .replay import Call
 from .scheme import State
@@ -29,46 +23,11 @@ if TYPE_CHECKING:
 INTERRUPTED = "An earlier backward pass through this network was interrupted. Run the forward pass again."
 
 
-class Kept:
-    """One block's input, kept: the float, which nobody may change, or a copy of its integers where these take fewer bytes."""
-
-    needs_output = False
-    """Whether a replay must run to its end."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.hold(x)
-
-    def hold(self, x: Tensor) -> None:
-        self.x = x
-        self.version = x._version
-        self.fixed: FixedPoint | None = None
-
-    def hold_integers(self, q: Tensor, fixed: FixedPoint, dtype: torch.dtype) -> None:
-        self.hold(q.clone())
-        self.fixed = fixed
-        self.dtype = dtype
-
-    def recall(self, k: int) -> Tensor:
-        if self.x._version != self.version:
-            raise ReplayError(
-                f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead."
-            )
-        x = self.x.detach()
-        if self.fixed is None:
-            return x
-        out = torch.empty_like(x, dtype=self.dtype)
-        kernels_for(x).decode(x, 2.0**-self.fixed.bits, out)
-        return out
-
-    def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, x: Tensor) -> None: ...
-    def pass_by(self, k: int) -> None: ...
-
-
 class Tape:
     """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
 
     needs_output = True
+    """Whether a replay must run to its end."""
 
     def __init__(self, state: State, checks: Checks | None) -> None:
         self.state = state
@@ -95,7 +54,7 @@ class Tape:
         if self.at <= k or k < 0:
             self.seek(max(k, 0))
             return self.state.pull(k) if k < 0 else self.state.read()
-        if not (self.pulled and self.at == k + 1):
+        if self.at != k + 1:
             self.seek(k + 1, lazily=True)
         return self._pull()
 
