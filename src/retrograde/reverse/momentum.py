@@ -156,6 +156,7 @@ class Momentum(State):
 
     names = ("v", "x")
     guarded = ("v",)
+    gradient_type = MomentumGradient
 
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
         super().__init__(x0, seen, reversible=reversible)
@@ -167,14 +168,10 @@ class Momentum(State):
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
         dtype = x0.dtype if x0.dtype == torch.bfloat16 else seen.fixed.work
         self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
-        self.gradient = self.gradient_of(dtype)
+        self.gradient = self.gradient_type(recurrence, dtype, self.kernels, self.x.stride())
         self.forms = self.gradient.forms  # by layer, what the kernels make of its block's output
         self.start: Tensor | None = self.room()  # x₀ decoded, until the pass takes it
         self.encode(x0.detach(), self.x, self.start, column=1)
-
-    def gradient_of(self, dtype: torch.dtype) -> MomentumGradient:
-        """The gradient of a step, carried in this dtype."""
-        return MomentumGradient(self.recurrence, dtype, self.kernels, self.x.stride())
 
     def encode(self, x: Tensor, q: Tensor, out: Tensor | None, column: int, guard: int = 0) -> None:
         """Fill q with x as integers, out with what they stand for, and a column of the range's first row."""

@@ -67,6 +67,7 @@ class SignedGradient(MomentumGradient):
 class Signed(Momentum):
     """x, v, the information buffers and the signs of one pass."""
 
+    gradient_type = SignedGradient
     gradient: SignedGradient
 
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
@@ -75,9 +76,6 @@ class Signed(Momentum):
         samples = (*x0.shape[:1], *[1] * (x0.dim() - 1))
         drawn = x0.detach().new_empty((len(recurrence.gammas), *samples), dtype=torch.int8).random_(0, 2)
         self.gradient.signs = drawn.mul_(2).sub_(1)
-
-    def gradient_of(self, dtype: torch.dtype) -> SignedGradient:
-        return SignedGradient(self.recurrence, dtype, self.kernels, self.x.stride())
 
     def take(self, k: int, y: Tensor) -> Tensor:
         f = self._scaled(k, y, forwards=True)

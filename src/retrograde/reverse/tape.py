@@ -7,7 +7,6 @@ seek(k)          run blocks, either way, until the state is that of layer k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -40,7 +39,7 @@ class Tape:
         self.owed: Tensor | None = None
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
-        self.lost = ""  # why there is nothing to go on from
+        self.lost = ""  # why there is nothing to go on from: a step that stops half-way leaves nothing
 
     def stands_before(self, k: int) -> None:
         """Forward stands before block k, which has something to replay, or some block before it has."""
@@ -82,11 +81,16 @@ class Tape:
             y = self._output(self.at - 1, x)
             self._finish_later(self.at - 1, y)
         if self.owed is not None and not lazily:
+            self.lost = INTERRUPTED
             y, self.owed = self.owed, None
-            self._whole(self.state.retreat, self.at, y)
+            self.state.retreat(self.at, y)
+            self.lost = ""
         while self.at < k:
-            self._whole(self.state.advance, self.at, self._output(self.at, self.state.read()))
+            y = self._output(self.at, self.state.read())
+            self.lost = INTERRUPTED
+            self.state.advance(self.at, y)
             self.at += 1
+            self.lost = ""
 
     def go_on_from(self, k: int) -> None:
         """Forward goes on from layer k, though a backward pass has been here in between."""
@@ -126,13 +130,6 @@ class Tape:
             raise
         finally:
             saved.clear()
-
-    def _whole(self, step: Callable[..., Any], *args: Any) -> Any:
-        """A step of the state; one that stops half-way leaves nothing to go on from."""
-        self.lost = INTERRUPTED
-        result = step(*args)
-        self.lost = ""
-        return result
 
     def _served(self) -> None:
         """The last block that has anything to replay has been replayed: the state must be what it was there."""
