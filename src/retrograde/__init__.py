@@ -15,7 +15,7 @@ from .convert import GammaSchedule, Plan, convert, deploy, plan, revert
 from .errors import RangeOverflow, ReplayError
 from .memory import measure
 from .nets.momentum import MomentumNet, State
-from .reverse.sign import RandomSign
+from .reverse.recurrence import RandomSign
 from .settle import settle
 
 if TYPE_CHECKING:

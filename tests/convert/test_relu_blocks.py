@@ -164,7 +164,10 @@ def test_to_the_bit(make: Callable[[], nn.Module], precision: str) -> None:
     if precision == "autocast of float32":  # x comes to the stages in float32, what their blocks make of it is bfloat16
         first = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
         first.register_forward_hook(lambda *a: a[2].float())
-    bits: dict[str, Any] = {"gamma": 0.9, "fixed_point": rg.FixedPoint(40 if dtype is torch.float64 else 12, torch.int32)}
+    bits: dict[str, Any] = {
+        "gamma": 0.9,
+        "fixed_point": rg.FixedPoint(40 if dtype is torch.float64 else 12, torch.int32),
+    }
     with torch.autocast("cpu", torch.bfloat16, enabled=precision.startswith("autocast")):
         plain = step(model, x)
         assert forms(model) == {"relu"}

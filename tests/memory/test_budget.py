@@ -16,7 +16,7 @@ from problems import KNOWN_INSIDE, Attention, Mlp, assert_same_bits, conv, same_
 from retrograde.memory import peak_memory
 from retrograde.memory.modes import MemoryPlan, parse_memory
 from retrograde.memory.schedule import RESERVE, Choice, Track, chain, estimated, within
-from retrograde.reverse.momentum import Recurrence
+from retrograde.reverse.recurrence import Recurrence
 
 
 def layer() -> nn.Module:

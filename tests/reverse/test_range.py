@@ -17,11 +17,12 @@ from ways import assert_equal, begun
 import retrograde as rg
 from problems import Mlp, float_recurrence
 from retrograde.arithmetic.fixed import FixedPoint
+from retrograde.reverse.calibrate import HEADROOM, MOST_BITS, calibrated, followed
 from retrograde.reverse.deferred import Deferred
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
-from retrograde.reverse.range import HEADROOM, MOST_BITS, calibrated, followed, shifted, unshifted
+from retrograde.reverse.widening import shifted, unshifted
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
 """It does not matter here: f is of one size, whatever x is."""

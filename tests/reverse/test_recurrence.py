@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from retrograde.reverse.momentum import Recurrence
+from retrograde.reverse.recurrence import Recurrence
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))], ids=["copy", "pickle"])

@@ -14,10 +14,10 @@ from ways import assert_equal, begun
 
 import retrograde as rg
 from problems import Mlp, conv
+from retrograde.reverse.cuda import SameThread
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
-from retrograde.reverse.surroundings import SameThread
 
 REPLAYING = ["reverse", "checkpoint"]
 

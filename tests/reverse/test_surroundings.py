@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import ReplayError
-from retrograde.reverse.surroundings import Generators, Undrawn, shared
+from retrograde.reverse.cuda import Undrawn
+from retrograde.reverse.extra import Generators, shared
 
 
 def test_places_are_put_back() -> None:

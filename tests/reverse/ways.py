@@ -15,9 +15,10 @@ from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.coupling import Coupling
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
+from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.range import PassRange
 from retrograde.reverse.residual import Residual
-from retrograde.reverse.sign import in_mode, state_of
+from retrograde.reverse.sign import Signed
 
 SCHEMES = ("branch", "block", "relu", "coupling", "residual")
 """The three forms of the momentum scheme, the coupling, and the plain residual network."""
@@ -95,11 +96,12 @@ class Mixed(nn.Module):
         settings = {"verify": net.verify, "memo": net.memo, "deferred": net.range.deferred, **self.plan}
         if isinstance(net, CouplingNet):
             run = Pass(Coupling(x, net.recurrence, begun(net, x)), x, depth, **settings)
-        elif not any(in_mode(net.recurrence, net.training).gammas):
+        elif (net.recurrence if net.training else net.recurrence.in_evaluation).residual:
             settings |= {"reversed": 0, "kept": sum(self.plan.values())}
             run = Pass(Residual(x, net.form), x, depth, **settings)
         else:
-            run = Pass(state_of(x, net.recurrence, begun(net, x), reversible=False), x, depth, **settings)
+            kind = Signed if net.recurrence.signed else Momentum
+            run = Pass(kind(x, net.recurrence, begun(net, x), reversible=False), x, depth, **settings)
             if net.velocity == "first":
                 run.launch(net.blocks[0], extra)
             elif net.velocity is not None:

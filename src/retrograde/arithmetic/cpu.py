@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .layout import alike, laid_out_as
+from .kernels import alike, laid_out_as
 from .reference import Factors, decode, encode
 
 __all__ = ["advance", "carry", "decode", "digest", "encode", "pull", "retreat"]
@@ -73,10 +73,11 @@ def carry(
 ) -> None:  # fmt: skip
     run = native.function("carry")
     plain = all(t is None or t.dtype == torch.float32 for t in (p, h, d, gy, cast))
-    if run is None or not plain or (mask is None and cast is not gy) or not alike(gy, p, h, d, out, cast):
+    if run is None or not plain or (mask is None and cast is not gy) or not alike(gy, out, cast):
         reference.carry(p, h, d, factors, out, gy, cast, mask, after)
         return
-    addresses = [None if t is None else t.data_ptr() for t in (p, h, d, out, gy, cast, mask, after)]
+    given = [None if t is None else laid_out_as(gy, t) for t in (p, h, d)]
+    addresses = [None if t is None else t.data_ptr() for t in (*given, out, gy, cast, mask, after)]
     run(*addresses, gy.numel(), *factors, _threads(gy.numel()))
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .layout import alike, laid_out_as
+from .kernels import alike, laid_out_as
 from .multiply import shift
 from .ratio import NARROW
 from .reference import Factors

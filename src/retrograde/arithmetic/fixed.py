@@ -11,6 +11,7 @@ so a value out of range is always seen. v is mostly much smaller than x: it has 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,12 +25,12 @@ class FixedPoint:
     dtype: torch.dtype  # of the integers: torch.int16, torch.int32 or torch.int64
     guard: int = 0  # further bits of v
 
-    @property
+    @cached_property
     def limit(self) -> float:
         """The largest magnitude allowed, as an integer."""
         return 2.0 ** (8 * self.dtype.itemsize - 2)
 
-    @property
+    @cached_property
     def work(self) -> torch.dtype:
         """The float dtype in which values are scaled and gradients are added up."""
         return torch.float64 if self.dtype == torch.int64 else torch.float32

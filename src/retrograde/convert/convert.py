@@ -20,7 +20,7 @@ from ..nets.relu import DEEPEST, branch_of
 from ..nets.saved import written
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.range import holders
-from ..reverse.sign import gamma_of, recurrence_of
+from ..reverse.recurrence import gamma_of, recurrence_of
 from . import block as blocks
 from . import saved
 from .deploy import undeploy

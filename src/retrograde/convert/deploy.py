@@ -23,7 +23,6 @@ from ..nets.coupling import CouplingNet
 from ..nets.momentum import MomentumNet
 from ..reverse.parts import version
 from ..reverse.range import holders
-from ..reverse.sign import in_mode
 from . import block as blocks
 from .schedule import unschedule
 from .stage import Stage
@@ -202,7 +201,7 @@ def deploy(model: nn.Module) -> nn.Module:
             continue
         stage = place.stage
         blocks.remove(module)
-        if stage.checkpointed or not any(in_mode(stage.recurrence, training=False).gammas):
+        if stage.checkpointed or stage.recurrence.in_evaluation.residual:
             continue  # the plain block
         module.__dict__[blocks.PLACE] = place
         module.__dict__[FLOATS] = Floats(floats.Giver(), waiting.setdefault(stage, Waiting()))
@@ -230,7 +229,7 @@ def undeploy(model: nn.Module) -> bool:
 
 def _check(stage: Stage) -> None:
     """Raise for a stage in which it could not be seen where a pass begins, or ends."""
-    if stage.settings.form != "branch" or not any(in_mode(stage.recurrence, training=False).gammas):
+    if stage.settings.form != "branch" or stage.recurrence.in_evaluation.residual:
         return
     if stage.blocks != stage.steps:
         raise ValueError(

@@ -30,8 +30,7 @@ from ..memory.modes import MemoryPlan, buffer_bytes, parse_memory
 from ..memory.peak import Peak
 from ..memory.step import as_call, bytes_of
 from ..memory.units import human
-from ..reverse.momentum import Recurrence
-from ..reverse.sign import magnitude
+from ..reverse.recurrence import Recurrence, magnitude
 from .convert import GAMMA, check_example, check_model, check_settings, look, place, stages_of, trial
 from .find import Finding
 from .stage import Settings

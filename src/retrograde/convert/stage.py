@@ -22,19 +22,21 @@ from torch import Tensor
 
 from ..arithmetic.fixed import FixedPoint
 from ..errors import RangeOverflow, ReplayError
-from ..memory.budget import Observer, Stack
+from ..memory.budget import Observer
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
+from ..memory.stack import Stack
 from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
-from ..reverse.momentum import Recurrence
+from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo, version
 from ..reverse.range import Range
+from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
-from ..reverse.sign import gamma_of, in_mode, recurrence_of, state_of
+from ..reverse.sign import Signed
 from .next_x import FSDP2, Branch, handed_on, same
 from .own import Own, spared
 from .unseen import Unseen
@@ -153,9 +155,10 @@ class Stage:
 
     def alone(self, block: Any, x: Tensor) -> bool:
         """Whether the block runs by itself: γ = 0, in evaluation too if signs are random, or a block outside of any stage."""
-        if self.checkpointed or not any(self.recurrence.gammas):
+        if self.checkpointed or self.recurrence.residual:
             return True
-        return not (any(in_mode(self.recurrence, block.training).gammas) or any(e.known(x) for e in self.open.passes))
+        plain = self.recurrence.residual if block.training else self.recurrence.in_evaluation.residual
+        return plain and not any(e.known(x) for e in self.open.passes)
 
     def rectifies(self, block: Any, x: Tensor) -> bool:
         """Whether the block is to give f, and the step forms relu(x + f)."""
@@ -186,7 +189,7 @@ class Stage:
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
         if run.k == self.steps or (index + 1 == self.blocks == self.steps):
-            x1 = x1 if is_fake(x) and x.device.type == "cpu" else run.finish()
+            x1 = run.finish()
             unseen.end()
             self._learn(run, training)
             self.open.ended = weakref.ref(x1)
@@ -203,14 +206,14 @@ class Stage:
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself."""
         assert self.last is not None
-        observer = self.stack.observer(x, training=False)
-        verify = "off" if is_fake(x) else self.settings.verify
+        recorder = self.stack.recorder
+        observer = None if recorder is None else recorder.observer(self.stack, x, training=False)
         run = Pass(
-            Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=verify, memo=self.memo, deferred=self.range.deferred,
-            check=any_output if self.checkpointed else check_output,
+            Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=self.settings.verify, memo=self.memo,
+            deferred=self.range.deferred, check=any_output if self.checkpointed else check_output,
             look=None if observer is None else lambda _, frame, tensors: observer.look(k, frame, tensors),
         )  # fmt: skip
-        if not k and not is_fake(x):
+        if not k:
             self.range.deferred.collect(x)
         y = run.step(own if observer is None else observer.watch(k, own), extra, path)
         if self.stack.recorder is not None:
@@ -219,16 +222,21 @@ class Stage:
 
     def _opened(self, x: Tensor, own: Own, extra: Extra) -> tuple[Pass, Observer | None]:
         assert self.last is not None
-        observer = self.stack.observer(x)
-        fake = is_fake(x)
+        recorder = self.stack.recorder
+        observer = None if recorder is None else recorder.observer(self.stack, x)
         check_surroundings()
-        overflow = "nan" if fake else self.settings.overflow
-        training, most_guard = own.block.training, self.recurrence.most_guard
-        seen = self.range.begin(x, self.steps + 1, training=training, overflow=overflow, most_guard=most_guard)
-        state = state_of(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
+        seen = self.range.begin(
+            x,
+            self.steps + 1,
+            training=own.block.training,
+            overflow=self.settings.overflow,
+            most_guard=self.recurrence.most_guard,
+        )
+        kind = Signed if self.recurrence.signed else Momentum
+        state = kind(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
         run = Pass(
-            state, x, self.steps, verify="off" if fake else self.settings.verify, memo=self.memo, deferred=self.range.deferred,
-            look=None if observer is None else observer.look, **self.last.arguments,
+            state, x, self.steps, reversed=self.last.reversed, kept=self.last.kept, verify=self.settings.verify, memo=self.memo,
+            deferred=self.range.deferred, look=None if observer is None else observer.look,
         )  # fmt: skip
         if self.settings.velocity == "first":
             block = own if observer is None else observer.watch(-1, own)
@@ -317,8 +325,6 @@ class Stage:
 
     def _learn(self, run: Pass, training: bool) -> None:
         """Take note of the largest values of a pass."""
-        if is_fake(run.state.range.table):
-            return
         try:
             self.range.learn(run.state.range, training, self.recurrence.most_guard)
         except RangeOverflow as error:

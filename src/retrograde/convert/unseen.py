@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..arithmetic.hash import digest
 from ..errors import ReplayError
-from ..reverse.checks import spread
 from ..reverse.deferred import Deferred
+from ..reverse.fingerprint import spread
 
 SAMPLE, APART = 1024, 509
 """So many elements are compared at least, and one of so many in a row: a change to that many neighbours is always found."""

@@ -26,55 +26,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ..reverse.momentum import Recurrence
 from ..reverse.replay import Frame
-from ..reverse.sign import in_mode
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
-from .modes import Budget, MemoryPlan, holding, leanest
+from .modes import Budget, MemoryPlan, holding
 from .schedule import Choice, Track, chain, estimated, with_reserve, within
+from .stack import Stack
 from .step import bytes_of, mean_of_squares
 
 KINDS = 64
 """Kinds of input whose plans are remembered."""
 TRIES = 4
 """Plans that are tried before the leanest is taken."""
-
-
-@dataclass(eq=False)
-class Stack:
-    """What the scheduler knows of a stack of blocks: a driver of passes has one.
-
-    Attributes:
-        name: by which the stack and its copies are known.
-        mode: its memory mode.
-        kind: what else decides which tensors the blocks keep.
-        owner: the scheduler that plans for it.
-        planned: the plan that the scheduler gives it; None: as the mode says.
-        recorder: of the step that is being observed, if one is.
-    """
-
-    name: str
-    recurrence: Recurrence
-    mode: str = "auto"
-    kind: Hashable = ()
-    owner: Scheduler | None = field(default=None, repr=False)
-    planned: MemoryPlan | None = None
-    recorder: Recorder | None = field(default=None, repr=False)
-
-    def plan_for(self, dtype: torch.dtype, training: bool = True) -> MemoryPlan:
-        """The plan for an input of this dtype. γ = 0, during a warm-up say, cannot be reversed."""
-        recurrence = in_mode(self.recurrence, training)
-        plain = recurrence.plain
-        if self.planned is not None and not (self.planned.reversed and plain):
-            return self.planned
-        return leanest(recurrence, dtype, "auto" if plain and self.mode == "reverse" else self.mode)
-
-    def observer(self, x: Tensor, training: bool = True) -> Observer | None:
-        """What a pass that begins with x is shown to, if the step is observed."""
-        return None if self.recorder is None else self.recorder.observer(self, x, training)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recorder": None}
 
 
 class Observer:
@@ -143,13 +105,12 @@ class Recorder:
         self.outside = [0]  # of a real step: bytes that autograd saved before each block, and after the last
         self.begins = True  # the first block keeps the state of the random generator, drawn from or not
 
-    def observer(self, stack: Stack, x: Tensor, training: bool) -> Observer:
+    def observer(self, stack: Stack, x: Tensor, training: bool = True) -> Observer:
         """For a pass of this stack that is given x."""
         self.elements[stack.name] += x.numel()
         if stack.name not in self.tracks:
-            self.tracks[stack.name] = Track.of(
-                stack.plan_for(x.dtype, training), in_mode(stack.recurrence, training), x, self.known
-            )
+            recurrence = stack.recurrence if training else stack.recurrence.in_evaluation
+            self.tracks[stack.name] = Track.of(stack.plan_for(x.dtype, training), recurrence, x, self.known)
         return Observer(self, stack.name, self.tracks[stack.name])
 
     def done(self) -> None:

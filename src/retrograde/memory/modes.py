@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..arithmetic.fixed import integer_dtype
-from ..reverse.momentum import Recurrence
+from ..reverse.recurrence import Recurrence
 from .units import parse_bytes
 
 MODES = ("reverse", "checkpoint", "store", "auto")
@@ -63,11 +63,6 @@ class MemoryPlan:
         """The mode of the first block."""
         return "reverse" if self.reversed else "checkpoint" if self.kept else "store"
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As arguments of a pass."""
-        return {"reversed": self.reversed, "kept": self.kept}
-
     def __str__(self) -> str:
         """The mode, or how many blocks have which."""
         parts = {"reverse": self.reversed, "keep input": self.kept, "store": self.stored}
@@ -82,7 +77,7 @@ def input_bytes(recurrence: Recurrence, dtype: torch.dtype) -> int:
     >>> input_bytes(Recurrence((Fraction(9, 10),), form="branch", narrow=True), torch.float32)
     2
     """
-    if not any(recurrence.gammas):  # a plain network has no integers
+    if recurrence.residual:  # a plain network has no integers
         return dtype.itemsize
     return min(dtype.itemsize, integer_dtype(dtype, recurrence.narrow).itemsize)
 
@@ -124,11 +119,8 @@ def cheapest(recurrence: Recurrence, dtype: torch.dtype) -> str:
 
 def leanest(recurrence: Recurrence, dtype: torch.dtype, mode: str = "auto") -> MemoryPlan:
     """The plan without a budget: every block by one mode. "auto" is the one that needs least."""
-    if (dtype, mode) not in recurrence.plans:
-        chosen = cheapest(recurrence, dtype) if mode == "auto" else mode
-        recurrence.plans[dtype, mode] = MemoryPlan.uniform(chosen, len(recurrence.gammas))
-    plan: MemoryPlan = recurrence.plans[dtype, mode]
-    return plan
+    chosen = cheapest(recurrence, dtype) if mode == "auto" else mode
+    return MemoryPlan.uniform(chosen, len(recurrence.gammas))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.fixed import integer_dtype
-from ..reverse.momentum import Recurrence
+from ..reverse.recurrence import Recurrence
 from .modes import MemoryPlan, holding, input_bytes
 
 STEP = 8.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reverse.deferred import capturing
+from ..reverse.cuda import capturing
 from ..reverse.inputs import check_input, check_transforms
 from .momentum import _choice as choice
 from .momentum import _modules as modules

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..reverse.coupling import halves, squeeze
 from ..reverse.parts import version
 from ..reverse.residual import Residual
-from ..reverse.sign import in_mode
 
 GIVERS = "_retrograde_givers"
 """Where a deployed network has the givers of its blocks."""
@@ -87,7 +86,7 @@ def momentum(net: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The output of a `MomentumNet`."""
     form, first = net.form, net.velocity
     givers = _givers(net)
-    if not any(in_mode(net.recurrence, training=False).gammas):
+    if net.recurrence.in_evaluation.residual:
         plain = Residual(x, form)
         for block in net.blocks:
             plain.advance(0, block(plain.read(), *args, **kwargs))

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic.fixed import FixedPoint
-from ..memory.budget import Observer, Scheduler, Stack
-from ..memory.fake import is_fake
+from ..memory.budget import Observer, Scheduler
 from ..memory.modes import MemoryPlan, parse_memory
+from ..memory.stack import Stack
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import check_input, check_output, check_surroundings
-from ..reverse.momentum import FORMS, Momentum, Recurrence
+from ..reverse.momentum import Momentum
 from ..reverse.parts import Memo, copied_buffers
 from ..reverse.range import Range
+from ..reverse.recurrence import FORMS, RandomSign, Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
-from ..reverse.sign import RandomSign, gamma_of, in_mode, recurrence_of, state_of
+from ..reverse.sign import Signed
 from . import saved
 from .relu import whole
 
@@ -168,32 +169,29 @@ class MomentumNet(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
         check_input(x)
-        extra = Extra(args, kwargs)
         stack = self._stack
         if self._scheduler.budget is not None:
-            stack.kind = (
-                self.velocity if isinstance(self.velocity, str | None) else "own",
-                sum(map(whole, self._steps())),
-            )
+            velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
+            stack.kind = velocity, sum(map(whole, self._steps()))
             self._scheduler.schedule(self, [stack], (x, *args), kwargs)
         self.plan = stack.plan_for(x.dtype, self.training)
-        run = self._run(x, extra, self.plan.arguments)
+        run = self._run(x, Extra(args, kwargs), self.plan.reversed, self.plan.kept)
         if stack.recorder is not None:
             stack.recorder.done()
-        return run.x if is_fake(x) and x.device.type == "cpu" else run.finish()
+        return run.finish()
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         check_input(x)
-        _check_reversible("reverse", in_mode(self.recurrence, self.training))
-        run = self._run(x, Extra(args, kwargs), {"reversed": len(self.blocks)})
+        _check_reversible("reverse", self._in_mode())
+        run = self._run(x, Extra(args, kwargs), len(self.blocks))
         held = run.state.copy()
         return State(run.finish(), run.rest(), held.fixed, held, run.tracked)
 
     @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
-        _check_reversible("reverse", in_mode(self.recurrence, self.training))
+        _check_reversible("reverse", self._in_mode())
         if not isinstance(state, State) or state.held.recurrence != self.recurrence:
             source = _describe(state.held.recurrence) if isinstance(state, State) else type(state).__name__
             raise ValueError(
@@ -216,46 +214,45 @@ class MomentumNet(nn.Module):
             )
         return x0
 
-    def _run(self, x0: Tensor, extra: Extra, plan: dict[str, int]) -> Pass:
-        """One forward pass."""
-        depth = len(self.blocks)
-        fake = is_fake(x0)
-        observer = self._stack.observer(x0, self.training)
-        settings: dict[str, Any] = {
-            "verify": "off" if fake else self.verify,
-            "memo": self.memo,
-            "deferred": self.range.deferred,
-            "look": None if observer is None else observer.look,
-            **plan,
-        }
-        if not any(in_mode(self.recurrence, self.training).gammas):
-            if plan.get("kept") and torch.is_grad_enabled():
+    def _run(self, x0: Tensor, extra: Extra, reversed: int = 0, kept: int = 0) -> Pass:
+        """One forward pass, the blocks remembered in these ways (see `Pass`)."""
+        depth, recurrence = len(self.blocks), self._stack.recurrence
+        recorder = self._stack.recorder
+        observer = None if recorder is None else recorder.observer(self._stack, x0, self.training)
+        plain = (recurrence if self.training else recurrence.in_evaluation).residual
+        state: Any
+        if plain:
+            if kept and torch.is_grad_enabled():
                 check_surroundings()
             self.range.deferred.collect(x0)
-            return self._driven(Pass(Residual(x0, self.form), x0, depth, **settings), extra, observer)
-        check_surroundings()
-        overflow, most_guard = "nan" if fake else self.overflow, self.recurrence.most_guard
-        seen = self.range.begin(x0, depth + 1, training=self.training, overflow=overflow, most_guard=most_guard)
-        state = state_of(x0, self.recurrence, seen, reversible=plan.get("reversed") == depth)
-        run = Pass(state, x0, depth, **settings)
-        self._launch(run, extra, observer)
-        self._driven(run, extra, observer)
-        self.range.learn(run.state.range, self.training, most_guard)
-        return run
-
-    def _driven(self, run: Pass, extra: Extra, observer: Observer | None) -> Pass:
-        rectifies = self.recurrence.form == "relu"
+            state = Residual(x0, self.form)
+        else:
+            check_surroundings()
+            seen = self.range.begin(
+                x0, depth + 1, training=self.training, overflow=self._overflow, most_guard=recurrence.most_guard
+            )
+            kind = Signed if recurrence.signed else Momentum
+            state = kind(x0, recurrence, seen, reversible=reversed == depth)
+        run = Pass(
+            state, x0, depth, reversed=reversed, kept=kept, verify=self._verify, memo=self.memo, deferred=self.range.deferred,
+            look=None if observer is None else observer.look,
+        )  # fmt: skip
+        if self.velocity is not None and not plain:
+            self._launch(run, extra, observer)
         for k, block in enumerate(self._steps()):
-            form = "block" if rectifies and whole(block) else None
+            form = "block" if recurrence.form == "relu" and whole(block) else None
             run.step(block if observer is None else observer.watch(k, block), extra, form=form)
+        if not plain:
+            self.range.learn(run.state.range, self.training, recurrence.most_guard)
         return run
 
     def _steps(self) -> tuple[Any, ...]:
         """What takes the steps: the blocks."""
-        if len(self.recurrence.gammas) != len(self.blocks):
+        values = len(self._stack.recurrence.gammas)
+        if values != len(self.blocks):
             raise ValueError(
-                f"the network has {len(self.blocks)} blocks now, and {len(self.recurrence.gammas)} values of gamma. Set net.gamma "
-                "after adding or removing blocks."
+                f"the network has {len(self.blocks)} blocks now, and {values} values of gamma. Set net.gamma after adding or "
+                "removing blocks."
             )
         return tuple(self.blocks)
 
@@ -271,6 +268,10 @@ class MomentumNet(nn.Module):
         else:
             extra = Extra((), {})
         run.launch(block if observer is None else observer.watch(-1, block), extra, form)
+
+    def _in_mode(self) -> Recurrence:
+        """What the network computes, in training or in evaluation."""
+        return self.recurrence if self.training else self.recurrence.in_evaluation
 
     @property
     def described(self) -> dict[str, Any]:
@@ -289,7 +290,9 @@ class MomentumNet(nn.Module):
     def compare(self, prefix: str, local_metadata: dict[str, Any]) -> None:
         """Warn if weights that are loaded are known to be of another network."""
         saved.compare(
-            f"{type(self).__name__} {prefix[:-1]!r}", local_metadata, self.described,
+            f"{type(self).__name__} {prefix[:-1]!r}",
+            local_metadata,
+            self.described,
             "Set net.gamma, if that is all; if the change is meant, load dict(state_dict), which does not say.",
         )
 

@@ -30,7 +30,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..reverse.sign import in_mode
 from . import saved
 from .checks import choice, whole
 from .momentum import MomentumNet
@@ -145,7 +144,8 @@ class RectifiedNet(MomentumNet):
 
     def _steps(self) -> tuple[Any, ...]:
         groups = super()._steps()
-        if self.recurrence.form != "relu" or not any(in_mode(self.recurrence, self.training).gammas):
+        recurrence = self._in_mode()
+        if recurrence.form != "relu" or recurrence.residual:
             return groups
         return tuple(map(Rectified, groups))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..reverse.sign import RandomSign, magnitude
+from ..reverse.recurrence import RandomSign, magnitude
 
 KEY = "retrograde"
 

@@ -5,14 +5,23 @@ momentum       the momentum scheme: one step on, one step back, the gradient of 
 nodes          autograd nodes: tokens carry gradients, integers carry values
 forward        the pass over a stack of blocks
 replay         one run of one block that can be run again to the bit
-tape           where a block's input comes from when it is run again
+tape           where a block's input comes from when it is run again; kept: an input that was kept
 
-coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ is of random sign
-range          how large values may become, and how finely they are held
+What an ordinary step visits besides:
+
+range          how large the values of a pass may become, and how finely they are held
 checks         a replay that differs from the first run is found
-deferred       errors on an accelerator, raised without waiting for it
-extra          the inputs besides x, and copies of containers
-parts          what a block is made of; surroundings: random numbers, autocast and thread, put back around a replay
+extra          what a block is run with besides x: extra inputs, random numbers, autocast
+parts          what a block is made of, and how that is exchanged for a replay
 heap           free memory that malloc keeps, given back
 inputs         what a network can be given, and be run under
+
+And what it does not:
+
+recurrence     γ and form: what one momentum network computes
+coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ is of random sign
+launch         an initial velocity that is not 0
+widening       a range that becomes wider within a pass; calibrate: which fixed point holds which values
+fingerprint    which elements of what a block saves are compared
+deferred       errors on an accelerator, raised without waiting for it; cuda: graphs, and the thread of backward
 """

@@ -9,32 +9,25 @@
 
 "auto" waits for no accelerator: the comparison is a deferred check (`deferred`), made at the end of backward.
 "strict" raises at once, before any gradient is made of what that replay has saved.
-
-What is left out of a fingerprint: parameters and buffers (writes to them are seen by their versions), the block's
-input (the rewound state or the kept input vouches for it), running statistics and what a block copies of them, and
-what has no defined value: bytes in a row and single integers (workspaces, places of generators). A block that contains
-a random relu in evaluation, or a CTC loss, has no fingerprint: these save memory that they have not written.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
 from ..arithmetic.hash import digest, words
 from ..arithmetic.kernels import kernels_for
 from ..errors import ReplayError
-from .deferred import Deferred, check_capturable
+from .cuda import check_capturable
+from .deferred import Deferred
+from .fingerprint import SAMPLE, Picked, local, picked, undefined
 from .replay import WHEN_NOT_REPEATED, Call
 
 CHOICES = ("auto", "strict", "off")
-SAMPLE = 256
-"""Elements of each tensor that "auto" hashes."""
 AFTERWARDS = (
     "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
 )
@@ -49,9 +42,10 @@ class Checks:
     """
 
     def __init__(self, blocks: int, device: torch.device, verify: str, deferred: Deferred) -> None:
-        check_capturable(verify, device)
         self.deferred = deferred
         self.strict = verify == "strict"
+        if self.strict:
+            check_capturable(device)
         self.names: dict[int, str] = {}
         self.picked: dict[int, list[Picked]] = {}
         self.kernels = kernels_for(torch.empty(0, device=device))
@@ -65,7 +59,11 @@ class Checks:
     def note(self, k: int, call: Call, x: Tensor, saved: list[Tensor], y: Any) -> bool:
         """Block k saved these in its first run; whether its replay is to give the output, too."""
         self.names[k] = call.name
-        self.picked[k] = picked(call, x, saved)
+        known = call.parts.fingerprints
+        layout = tuple([(t.shape, t.stride()) for t in saved])
+        if layout not in known:
+            known[layout] = picked(call, x, saved)
+        self.picked[k] = known[layout]
         self._add(k, saved, y, self.slots[k], 1)
         return self.strict
 
@@ -124,13 +122,14 @@ class Checks:
         """Add sign times the fingerprint to `into`."""
         if self.strict:
             tensors = [saved[index] for index, *_ in self.picked[k]]
-            tensors = [*tensors, y] if isinstance(y, Tensor) and not _undefined(y) else tensors
+            tensors = [*tensors, y] if isinstance(y, Tensor) and not undefined(y) else tensors
             for seed, t in enumerate(tensors):
-                digest(_local(t), into, seed, sign)
+                digest(local(t), into, seed, sign)
             return
         samples: dict[torch.dtype, list[Tensor]] = {}
         for index, size, step in self.picked[k]:
-            t = _local(saved[index]).detach()
+            t = saved[index]
+            t = (t if type(t) is Tensor else local(t)).detach()
             t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
             samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
         for seed, some in enumerate(samples.values()):
@@ -150,110 +149,3 @@ def _judge(names: tuple[tuple[int, str], ...], state: int, wrong: Tensor, when: 
     if wrong[state]:  # then blocks below the culprit were run again on another input
         what = _NOT_REWOUND + (f" It is {differs[-1]} or one after it." if differs else "")
     raise ReplayError(f"the gradients of {when} backward pass are wrong: {what} {WHEN_NOT_REPEATED} {AFTERWARDS}")
-
-
-Picked = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The index of a saved tensor, and size and strides of a sample that is spread evenly over it (none: its first elements)."""
-
-
-def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
-    """Which of the saved tensors make the fingerprint. Looked up by how they are laid out, once they are known."""
-    known = call.parts.fingerprints
-    kind = tuple([(t.shape, t.stride()) for t in saved])
-    found = known.get(kind)
-    if found is None:
-        found = known[kind] = _picked(call, x, saved)
-    return found
-
-
-def _picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
-    if any(_has_undefined(m) for m in call.parts.modules):
-        return []
-    statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
-    copied = call.parts.instance_norms or any(map(_compiled, (call.block, *call.parts.modules)))
-    others = [t for t in (*call.parts.watched, *statistics, x) if _plain(t)]
-    excluded = {t.untyped_storage()._cdata for t in others}
-    found: list[Picked] = []
-    seen: set[tuple[Any, ...]] = set()
-    for index, whole in enumerate(saved):
-        t = _local(whole)
-        if not _plain(t) or t.is_meta or t.is_quantized or _undefined(t) or not t.numel() or t.device != x.device:
-            continue
-        storage = t.untyped_storage()
-        where = (t.data_ptr(), t.shape, t.stride())
-        if not storage.nbytes() or storage._cdata in excluded or where in seen:
-            continue  # no bytes: memory that is let go and filled again from outside, as FSDP does with parameters
-        if copied and any(_same(t, s) for s in statistics):
-            continue
-        seen.add(where)
-        found.append((index, *(((), ()) if t.is_complex() or t.is_neg() else spread(t))))
-    return found
-
-
-def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and strides of a view of some `count` elements, spread evenly over a tensor. No copy of the tensor is made.
-
-    In dense memory they are about so far `apart` at most, at a step that has no factor in common with any size: it meets every row,
-    column and channel alike.
-    """
-    if _dense(t):
-        step = min(max(t.numel() // count, 1), apart)
-        while math.gcd(step, t.numel()) > 1:
-            step += 1
-        return (-(-t.numel() // step),), (step,)
-    each = count ** (1 / sum(n > 1 for n in t.shape))  # elements of each dimension
-    steps = [max(int(n // each), 1) for n in t.shape]
-    return tuple(-(-n // step) for n, step in zip(t.shape, steps, strict=True)), tuple(
-        stride * step for stride, step in zip(t.stride(), steps, strict=True)
-    )
-
-
-def _has_undefined(module: nn.Module) -> bool:
-    """Whether a module saves memory that it has not written."""
-    return isinstance(module, nn.CTCLoss) or (isinstance(module, nn.RReLU) and not module.training)
-
-
-def _compiled(module: Any) -> bool:
-    """Whether it was compiled: as a module, in place, or as the forward that a converted block is run by."""
-    if type(module).__module__.startswith("torch._dynamo") or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    return hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save."""
-    return (
-        b.is_floating_point()
-        and a.dim() <= 1
-        and b.dim() <= 1
-        and b.numel() > 0
-        and a.numel() % b.numel() == 0
-        and a.dtype == b.dtype
-    )
-
-
-def _local(t: Tensor) -> Tensor:
-    """What is here of a tensor that is in pieces on several devices; else itself."""
-    return t if type(t) is Tensor else getattr(t, "_local_tensor", t)
-
-
-def _plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, Parameter) and t.layout is torch.strided
-
-
-def _undefined(t: Tensor) -> bool:
-    """Whether it may be a library's: bytes in a row, or the place of a generator, which attention without dropout leaves undefined."""
-    if t.dtype.is_floating_point:
-        return False
-    return (
-        t.dtype == torch.uint64
-        or (t.dtype == torch.uint8 and t.dim() == 1)
-        or (t.dtype == torch.int64 and t.dim() == 0)
-    )
-
-
-def _dense(t: Tensor) -> bool:
-    """Whether it lies in memory without gaps."""
-    if t.is_contiguous():
-        return True
-    return t.numel() == 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow, ReplayError
+from .cuda import capturing
 
 Judge = Callable[[Tensor, str], None]
 """Looks at values, and may raise; it is told which pass they are of: "this" or "an earlier"."""
@@ -25,34 +26,8 @@ FIRST_STEP = (
 )
 
 
-def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being made of what is done to x."""
-    return x.is_cuda and capturing_on(x.device)
-
-
-def capturing_on(device: torch.device) -> bool:
-    """Whether a CUDA graph is being made of what is done on this device."""
-    if device.type != "cuda" or not torch.cuda.is_initialized():  # tensors without values may say so anywhere
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def check_capturable(verify: str, device: torch.device) -> None:
-    """Raise if a check would have to wait for the device while a CUDA graph is captured."""
-    if verify == "strict" and capturing_on(device):
-        raise RuntimeError(
-            "verify='strict' waits for every block's check, which a CUDA graph cannot. Capture with verify='auto', and call "
-            "retrograde.settle(model) between replays."
-        )
-
-
 def event_on(device: torch.device) -> Any:
-    """An event at the end of what the device has been given to do; None where values are known at once."""
-    if device.type == "cpu":
-        return None
+    """An event at the end of what the device has been given to do."""
     module = torch.get_device_module(device)
     event, stream = module.Event(), getattr(module, "current_stream", None)
     event.record() if stream is None else event.record(stream(device))  # of this device: another may be the current one
@@ -63,12 +38,12 @@ class Deferred:
     """Values on their way to the host, in the order in which they were told. Copies and pickles of it are empty.
 
     Args:
-        event_on: makes an event at the end of a device's work, or None where values are known at once.
+        event_on: makes an event at the end of a device's work; None: as the device does. On a CPU values are known at once.
         capturing: whether a CUDA graph is being made of what is done to a tensor.
     """
 
     def __init__(
-        self, event_on: Callable[[torch.device], Any] = event_on, capturing: Callable[[Tensor], bool] = capturing
+        self, event_on: Callable[[torch.device], Any] | None = None, capturing: Callable[[Tensor], bool] = capturing
     ) -> None:
         self.event_on = event_on
         self.capturing = capturing
@@ -86,13 +61,18 @@ class Deferred:
         """
         if type(t) is not Tensor or t.is_meta:  # without values
             return
+        if t.device.type == "cpu" and self.event_on is None:
+            judge(t, "this")
+            return
         kind = t.shape, t.dtype, t.device, getattr(judge, "func", judge), of
         if self.capturing(t):  # the host cannot look
             if kind not in self.rooms:
                 raise RuntimeError(FIRST_STEP)
             torch.maximum(self.rooms[kind], t, out=self.rooms[kind])
             self.captured[kind] = judge
-        elif self._fetch(t, judge) and kind not in self.rooms:
+            return
+        self._fetch(t, judge)
+        if kind not in self.rooms:
             with torch.inference_mode(False):  # for passes of any kind
                 self.rooms[kind] = torch.zeros_like(t)
 
@@ -135,15 +115,10 @@ class Deferred:
         if values.any():  # else there was no replay
             self.captured[kind](values, when)
 
-    def _fetch(self, t: Tensor, judge: Judge) -> bool:
-        """Start fetching t; where values are known at once, judge it. Returns whether it is on its way."""
+    def _fetch(self, t: Tensor, judge: Judge) -> None:
+        """Start fetching t."""
         fetched = t if t.device.type == "cpu" else t.to("cpu", non_blocking=True)
-        event = self.event_on(t.device)
-        if event is None:
-            judge(fetched, "this")
-            return False
-        self.waiting.append((fetched, event, judge))
-        return True
+        self.waiting.append((fetched, (self.event_on or event_on)(t.device), judge))
 
     def __reduce__(self) -> Any:
         return Deferred, ()

@@ -1,12 +1,19 @@
-"""The inputs that every block of a network gets besides x, and copies of the containers among them.
+"""What a block is run with besides x, and what must be as it was when it is run again: extra inputs, random numbers, autocast.
 
 A block may put something into a list that it is given, or that is its own. So containers are copied before its first
 run: a replay is given them as they were, and what it puts into them is dropped.
+
+A block may draw inside `torch.random.fork_rng` and leave no trace, so where the generators stand is noted before every
+run. That has to cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's
+is 5 kB, and is shared between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator
+can be neither read nor set: blocks that draw from one are refused then (`cuda.Undrawn`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import copy
 from typing import Any
 
@@ -14,9 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .surroundings import Autocast, Generators, autocast_state
+from .cuda import capturing_on
 
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
+Autocast = list[tuple[str, bool, torch.dtype, bool]]
+Places = tuple[list[tuple[int, int]], list[Tensor]]
+_latest: list[tuple[Tensor, Tensor]] = []  # the last state seen of the CPU's generator, and as words
 
 
 class Extra:
@@ -30,7 +40,8 @@ class Extra:
         self.generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         self.watched = [t for t in self.tensors if not t.is_inference()]
         copies: dict[int, Any] = {}
-        copied((args, *kwargs.values()), copies)
+        if args or kwargs:
+            copied((args, *kwargs.values()), copies)
         self.contains = bool(copies)  # lists or dictionaries, which a block may put something into
         self._around: tuple[Generators, Autocast] | None = None
 
@@ -73,3 +84,62 @@ def copied(value: Any, copies: dict[int, Any], tensors: list[Tensor] | None = No
         for key, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
             other[key] = copied(v, copies, tensors, True)
     return other
+
+
+class Generators:
+    """Those that a block may draw from: the CPU's, the devices', and any that it is given."""
+
+    def __init__(self, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> None:
+        everyone = [torch.default_generator, *map(_default, devices), *given]
+        self.capturing = any(map(capturing_on, devices))
+        self.counted = [g for g in everyone if g.device.type == "cuda" and not self.capturing]
+        self.others = [g for g in everyone if g.device.type != "cuda"]
+
+    def places(self) -> Places:
+        """Where they stand."""
+        return [(g.initial_seed(), g.get_offset()) for g in self.counted], [g.get_state() for g in self.others]
+
+    def put(self, places: Places) -> None:
+        """Let them stand there again."""
+        for g, (seed, offset) in zip(self.counted, places[0], strict=True):
+            if g.initial_seed() != seed:
+                g.manual_seed(seed)
+            g.set_offset(offset)
+        for g, state in zip(self.others, places[1], strict=True):
+            g.set_state(state)
+
+
+def _default(device: torch.device) -> Any:
+    """A device's own generator."""
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+def shared(places: Places) -> Places:
+    """The places, to be kept; that of the CPU's generator in the memory of the last one seen, if it is the same."""
+    counted, (state, *given) = places
+    if torch._C._len_torch_dispatch_stack():  # tensors may be without values: nothing can be compared
+        return places
+    words = state.view(torch.int64)
+    latest = _latest[0] if _latest else None  # another thread may exchange it meanwhile
+    if latest is None or not torch.equal(latest[1], words):
+        latest = (state, words)
+        _latest[:] = [latest]
+    return counted, [latest[0], *given]
+
+
+def autocast_state(device: str) -> Autocast:
+    """How autocast is set, for the CPU and this kind of device."""
+    cache = torch.is_autocast_cache_enabled()
+    devices = ("cpu",) if device in ("cpu", "meta") else ("cpu", device)
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]
+
+
+def autocast_as(noted: Autocast, now: Autocast) -> ExitStack:
+    """A context in which autocast is set as noted."""
+    stack = ExitStack()
+    for device, enabled, dtype, cache in noted:
+        if (device, enabled, dtype, cache) not in now:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
+    return stack

@@ -18,18 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .checks import Checks
-from .deferred import Deferred, check_capturable
+from .cuda import SameThread
+from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
-from .momentum import FORMS
+from .kept import Kept
 from .nodes import Enter, Leave, Rejoin, Step, applied, observed
 from .parts import Memo
+from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
-from .surroundings import SameThread
-from .tape import Kept, Tape
+from .tape import Tape
 
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
@@ -60,7 +62,7 @@ class Pass:
         self.depth = depth
         self.reversed = reversed
         self.kept = kept
-        self.verify = verify
+        self.verify = "off" if isinstance(x0, FakeTensor) else verify  # without values there is nothing to compare
         self.memo = memo
         self.deferred = Deferred() if deferred is None else deferred
         self.look = look
@@ -85,8 +87,6 @@ class Pass:
         self.checks = None
         if self.tracked and replayed and self.verify != "off":
             self.checks = Checks(self.depth, self.device, self.verify, self.deferred)
-        elif self.tracked and replayed:
-            check_capturable(self.verify, self.device)
         if self.tracked and self.reversed:
             self.state.reversible = True
         self.tape = Tape(self.state, self.checks)
@@ -164,19 +164,15 @@ class Pass:
 
     def finish(self) -> Tensor:
         """The last x."""
-        x = self.x
-        return x if self.plain else self._end(x)
+        return self.x if self.plain else self.state.range.or_nan(self.x)
 
     def rest(self) -> Tensor:
         """What the state holds besides: v, or both streams in one."""
-        return self._end(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
+        return self.state.range.or_nan(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
 
     def _note_form(self, k: int, form: str) -> None:
         if not self.plain:
             self.state.gradient.forms[k] = FORMS.index(form)
-
-    def _end(self, result: Tensor) -> Tensor:
-        return self.state.range.or_nan(result)
 
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         """Run a block for the first time, remembered in its way."""
@@ -198,7 +194,7 @@ class Pass:
             self.tape.stands_before(k)
         elif self.plain:
             call.refuse_writes()
-        elif frame.shapes and self.state.narrow:
+        elif frame.shapes and self.state.fixed.dtype.itemsize < self.state.dtype.itemsize:
             kept.hold_integers(getattr(self.state, self.state.input_name(k)), self.state.fixed, self.state.dtype)
         elif call.writes:  # to its input
             kept.hold(self.state.read())

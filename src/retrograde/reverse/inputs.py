@@ -36,19 +36,24 @@ def check_input(x: Any, what: str = "the input") -> None:
 
 def check_surroundings() -> None:
     """Refuse function transforms, forward-mode derivatives and tracers."""
+    traced = torch.jit.is_tracing() or _exporting() or torch._C._get_dispatch_mode(_PROXY) is not None
+    if traced or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        _refuse_surroundings()
+
+
+def _refuse_surroundings() -> None:
     check_transforms()
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "forward-mode derivatives (torch.autograd.forward_ad) do not see through the integer state of this network. Use "
             "torch.autograd.functional.jvp, which takes two backward passes, or run the network outside of dual_level()."
         )
-    tracer = _tracer()
-    if tracer:
-        raise RuntimeError(
-            f"{tracer} does not see through the integer state of this network. For export, write its recurrence out in floats, as a "
-            "loop over the blocks (of a momentum network: v = gamma * v + (1 - gamma) * f(x); x = x + v), which agrees up to "
-            "rounding. To run faster, use torch.compile, which leaves the steps as they are."
-        )
+    tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.export" if _exporting() else "make_fx"
+    raise RuntimeError(
+        f"{tracer} does not see through the integer state of this network. For export, write its recurrence out in floats, as a "
+        "loop over the blocks (of a momentum network: v = gamma * v + (1 - gamma) * f(x); x = x + v), which agrees up to "
+        "rounding. To run faster, use torch.compile, which leaves the steps as they are."
+    )
 
 
 def check_transforms() -> None:
@@ -58,14 +63,6 @@ def check_transforms() -> None:
             "torch.func's transforms (vmap, grad, jvp) do not see through the integer state of this network. Use torch.autograd "
             "instead: torch.autograd.grad, or a loop over samples; torch.func.functional_call alone works."
         )
-
-
-def _tracer() -> str:
-    if torch.jit.is_tracing():
-        return "torch.jit.trace"
-    if _exporting():
-        return "torch.export"
-    return "" if torch._C._get_dispatch_mode(_PROXY) is None else "make_fx"
 
 
 def check_output(y: Any, x: Tensor, name: str) -> Any:

@@ -8,10 +8,11 @@ memo; what is no longer as it was is looked up anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
@@ -25,6 +26,8 @@ from torch.nn.parameter import is_lazy
 from .extra import CONTAINERS, copied
 
 _training = attrgetter("training")
+_all_at_once = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end in one call into C."""
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
 """Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
 
@@ -41,10 +44,12 @@ class Parts:
     """The parts of a block as they are now."""
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self.of, self.inner = ref(modules[0]) if modules else None, modules[1:]  # a memo does not keep its blocks alive
+        self.root: Any = ref(modules[0]) if modules else _none  # a memo does not keep its blocks alive
+        self.inner = modules[1:]
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
         own = [(k, vars(m)) for k, m in enumerate(modules) if not type(m).__module__.startswith("torch.")]
         self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in CONTAINERS]) for k, of in own]
+        self.holds = any(names for _, names in self.noted)
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
@@ -64,13 +69,12 @@ class Parts:
         noted = [(vars(self.modules[k]), names) for k, names in self.noted if names]
         return [{name: copied(of[name], copies, tensors) for name in names if name in of} for of, names in noted]
 
-    def exchanged(
-        self, fresh: bool, attributes: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Dictionaries of the modules, and what is to stand in them while the block is run again.
+    def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Two functions: to put what a replay is to find into the modules, and to put back what was there.
 
         Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
-        buffers, parameters) stands there as it was.
+        buffers, parameters) stands there as it was. Both functions are prepared, so that each is one call into C, in
+        which no signal can come in between (NOTE 4 of `replay`).
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
@@ -88,15 +92,15 @@ class Parts:
         if attributes:
             own += [vars(self.modules[k]) for k, names in self.noted if names]
             replay += attributes
-        return own, replay
-
-    @property
-    def root(self) -> nn.Module | None:
-        return None if self.of is None else self.of()
+        original = [{name: of[name] for name in other if name in of} for of, other in zip(own, replay, strict=True)]
+        added = [(of, name) for of, other in zip(own, replay, strict=True) for name in other if name not in of]
+        removed = map(dict.pop, [of for of, _ in added], [name for _, name in added], repeat(None))
+        put_back = chain(map(dict.update, own, original), removed)
+        return partial(_all_at_once, map(dict.update, own, replay)), partial(_all_at_once, put_back)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        root = self.root
+        root = self.root()
         return self.inner if root is None else (root, *self.inner)
 
     def unchanged(self) -> bool:
@@ -121,12 +125,16 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     """The parts of a module, or of anything with `modules()`; a function has none."""
     known = None if memo is None else memo.get(name)
     root = block if isinstance(block, nn.Module) else next(block.modules(), None) if hasattr(block, "modules") else None
-    if known is not None and known.root is root and known.unchanged():
+    if known is not None and known.root() is root and known.unchanged():
         return known
     parts = Parts(() if root is None else tuple(root.modules()))
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts
+
+
+def _none() -> None:
+    return None
 
 
 def _plain(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running
     changes (`extra`) are put back around a replay, and restored after it. What belongs to the user's modules is
     restored by single calls into C, each inside a `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
-NOTE 6 (same thread). See `surroundings.SameThread`.
+NOTE 6 (same thread). See `cuda.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
     are freed after each block.
 NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
@@ -25,27 +25,27 @@ NOTE 9 (detected). A replay that differs from the first run is an error: see `ch
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from functools import partial
-from itertools import chain, repeat
+from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
-from .extra import Extra, copied
+from .cuda import Undrawn
+from .extra import Extra, autocast_as, autocast_state, copied, shared
 from .heap import give_back
 from .parts import Memo, parts_of
-from .surroundings import Undrawn, autocast_state, shared
+
+if TYPE_CHECKING:
+    from .checks import Checks
+    from .kept import Kept
+    from .tape import Tape
 
 version = attrgetter("_version")
-_all_at_once = deque[Any](maxlen=0).extend
-"""Runs an iterator to its end in one call into C."""
 _ADVICE = "So the block cannot be run again as it was. Change it before the forward or after the backward pass, or use memory='store'."
 WHEN_NOT_REPEATED = (
     "Make it deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
@@ -74,7 +74,10 @@ class Call:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
         extra, self.extra = self.extra, None
         assert extra is not None
-        self._note(extra)
+        self.attributes: list[dict[str, Any]] = []
+        self.watched = [*self.parts.watched, *extra.watched] if extra.watched else self.parts.watched
+        if self.contains or self.parts.holds:
+            self._copy_containers()
         self.versions = list(map(version, self.watched))
         self.generators, self.autocast = extra.around(x)
         self.requires_grad = x.requires_grad
@@ -90,15 +93,14 @@ class Call:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
         return y
 
-    def _note(self, extra: Extra) -> None:
-        """Copy the containers that the block may put something into: among its arguments, and as attributes of its modules."""
+    def _copy_containers(self) -> None:
+        """Copy what the block may put something into: containers among its arguments, and as attributes of its modules."""
         copies: dict[int, Any] = {}
         inside: list[Tensor] = []
         self.attributes = self.parts.attributes(copies, inside)
         if self.contains:
             self.args, self.kwargs = self._arguments(copies, inside)
-        watched = [t for t in inside if not t.is_inference()] + extra.watched
-        self.watched = self.parts.watched + watched if watched else self.parts.watched
+        self.watched = [*self.watched, *(t for t in inside if not t.is_inference())]
 
     def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
         kwargs = {name: copied(value, copies, inside) for name, value in self.kwargs.items()}
@@ -134,22 +136,13 @@ class Call:
         copies: dict[int, Any] = {}
         args, kwargs = self._arguments(copies) if self.contains else (self.args, self.kwargs)
         attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
-        own, replay = self.parts.exchanged(grad, attributes)
-        original = [
-            {name: entries[name] for name in other if name in entries}
-            for entries, other in zip(own, replay, strict=True)
-        ]
-        gone = [
-            (entries, name) for entries, other in zip(own, replay, strict=True) for name in other if name not in entries
-        ]
-        extra_names = map(dict.pop, [entries for entries, _ in gone], [name for _, name in gone], repeat(None))
-        # prepared, so that one call into C is all that is left to do: a signal cannot come in between
-        put_back = partial(_all_at_once, chain(map(dict.update, own, original), extra_names))
-        surroundings = self._autocast_as_it_was(x)
+        exchange, put_back = self.parts.exchanged(grad, attributes)
+        autocast = autocast_state(x.device.type)
+        surroundings = nullcontext() if autocast == self.autocast else autocast_as(self.autocast, autocast)
         try:  # NOTE 4
             try:
                 try:
-                    _all_at_once(map(dict.update, own, replay))
+                    exchange()
                     self.generators.put(self.places)
                     torch._C._set_grad_enabled(self.recorded)
                     with surroundings, saved_tensors_hooks(hook, unpack):
@@ -176,16 +169,6 @@ class Call:
                 f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
             )
 
-    def _autocast_as_it_was(self, x: Tensor) -> Any:
-        now = autocast_state(x.device.type)
-        changed = [setting for setting in self.autocast if setting not in now]
-        if not changed:
-            return nullcontext()
-        stack = ExitStack()
-        for device, enabled, dtype, cache in changed:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        return stack
-
     def _check_unchanged(self, problem: str) -> None:
         now = list(map(version, self.watched))
         if now != self.versions:
@@ -193,34 +176,21 @@ class Call:
             raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
 
 
-class Source(Protocol):
-    """Where a block's input comes from when it is run again: a `tape.Tape`, or a `tape.Kept` input."""
-
-    needs_output: bool
-    """Whether a replay must run to its end."""
-
-    def recall(self, k: int) -> Tensor: ...
-    def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, x: Tensor) -> None: ...
-    def pass_by(self, k: int) -> None: ...
-
-
-class Check(Protocol):
-    """What compares a replay with the first run: see `checks`."""
-
-    def note(self, k: int, call: Call, x: Tensor, saved: list[Tensor], y: Any) -> bool: ...
-    def compare(self, k: int, saved: list[Tensor], y: Any) -> None: ...
-
-
 class Frame:
-    """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked."""
+    """One block in the graph: keeps nothing of what autograd wants saved, and finds it again when asked.
 
-    def __init__(self, call: Call, source: Source, k: int, check: Check | None = None, thread: Any = None) -> None:
+    Args:
+        source: where the block's input comes from when it is run again.
+        check: what compares a replay with the first run.
+        thread: a `SameThread`, while the graph lives.
+    """
+
+    def __init__(self, call: Call, source: Tape | Kept, k: int, check: Checks | None, thread: Any) -> None:
         self.call = call
         self.source = source
         self.k = k
         self.check = check
-        self.thread = thread  # a `SameThread`, while the graph lives
+        self.thread = thread
         self.to_the_end = False  # whether a replay must give the output, for the check
         self.eager = False  # whether the output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -26,7 +25,8 @@ from torch import Tensor
 from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.hash import digest
 from ..arithmetic.kernels import kernels_for
-from .range import PassRange, shifted, unshifted
+from .range import PassRange
+from .widening import Widening
 
 CHANGED_GRADIENT = (
     "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed copy "
@@ -74,24 +74,15 @@ class Gradient(Protocol):
         ...
 
 
-@dataclass
-class Widening:
-    """Before a step: the fixed point until then, the one from then on, and what was shifted out of each tensor."""
-
-    before: FixedPoint
-    after: FixedPoint
-    rests: dict[str, Tensor]
-
-    def bits(self, guarded: bool) -> int:
-        """By how many bits a tensor was shifted, with or without guard digits."""
-        fewer = self.before.bits - self.after.bits
-        return fewer + self.before.guard - self.after.guard if guarded else fewer
-
-
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
     A scheme defines `take`, `draw` and `undo`, has a `gradient`, and replaces what else it needs to be different.
+
+    Attributes:
+        fixed: the fixed point now.
+        widenings: by step, the ranges that became wider before it.
+        reversible: whether what a step back needs is kept.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -109,6 +100,7 @@ class State:
 
     def __init__(self, x0: Tensor, seen: PassRange, *, reversible: bool = True) -> None:
         self.range = seen
+        self.fixed = seen.fixed
         self.reversible = reversible
         self.dtype = x0.dtype
         self.kernels = kernels_for(x0)
@@ -175,21 +167,13 @@ class State:
         """Which of the integers block k reads."""
         return "x"
 
-    @property
-    def fixed(self) -> FixedPoint:
-        """The fixed point now."""
-        return self.range.fixed
-
-    @property
-    def narrow(self) -> bool:
-        """Whether integers take fewer bytes than floats."""
-        return self.fixed.dtype.itemsize < self.dtype.itemsize
-
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Block k gave y: take the step, in a wider range if need be; the next block's input."""
         out = self.take(k, y)
-        if self.range.fits(k + 1):
-            return out
+        return out if self.range.fits(k + 1) else self._take_wider(k, y, out)
+
+    def _take_wider(self, k: int, y: Tensor, out: Tensor) -> Tensor:
+        """Step k left the range: undo it, widen the range, and take it again."""
         f = float(y.detach().abs().amax())
         if self.range.given or not math.isfinite(f):
             self.range.refuse(k + 1)
@@ -204,23 +188,31 @@ class State:
 
     def widen(self, k: int, x: float, v: float) -> None:
         """Before step k, make room for |x| and |v| up to these."""
-        widening = Widening(self.fixed, self.range.widened(x, v), {})
-        for name in self.names:
-            high, widening.rests[name] = shifted(getattr(self, name), widening.bits(name in self.guarded))
-            setattr(self, name, high)
+        widening = Widening(self, x, v)
         if self.reversible:
             self.widenings[k] = widening
-        self.range.hold(widening.after)
+
+    def hold(self, fixed: FixedPoint) -> None:
+        """Use this fixed point from now on."""
+        self.fixed = fixed
+        self.range.hold(fixed)
 
     def pull(self, k: int) -> Tensor:
         """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
+        if k < 0 or k in self.widenings:
+            return self._pull_before(k)
         out = self.room()
-        widening = self.widenings.get(k)
+        self.draw(k, out)
+        return out
+
+    def _pull_before(self, k: int) -> Tensor:
+        """`pull` of an input that was read in the range before a widening, or before step 0."""
         if k >= 0:
-            self.draw(k, out)
-        if widening is None:
-            return out if k >= 0 else self.decoded("x", self.fixed)
-        return self.decoded(self.input_name(k), widening.before, self.before(self.input_name(k), widening))
+            self.draw(k, None)
+        if k not in self.widenings:
+            return self.decoded("x")
+        widening, name = self.widenings[k], self.input_name(k)
+        return self.decoded(name, widening.before, widening.narrowed(self, name))
 
     def retreat(self, k: int, y: Tensor) -> None:
         """Second half: block k gave y on the input that `pull` returned."""
@@ -229,11 +221,8 @@ class State:
 
     def end(self, k: int) -> None:
         """Step k is undone for good: go back to the range before it."""
-        widening = self.widenings.pop(k, None)
-        if widening is not None:
-            for name in self.names:
-                setattr(self, name, self.before(name, widening))
-            self.range.hold(widening.before)
+        if k in self.widenings:
+            self.widenings.pop(k).undo(self)
 
     def recede(self, k: int, y: Tensor) -> Tensor:
         """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible."""
@@ -244,10 +233,6 @@ class State:
         self.undo(k, y, out)
         self.end(k)
         return out
-
-    def before(self, name: str, widening: Widening) -> Tensor:
-        """A tensor as it was before the widening."""
-        return unshifted(getattr(self, name), widening.rests[name], widening.bits(name in self.guarded))
 
     def room(self) -> Tensor:
         """Room for a float like the integers that blocks read."""

@@ -21,88 +21,16 @@ the step before is again gy, and gv is s·γ/(1 − s·γ) times that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..arithmetic.ratio import as_ratio, as_ratios
 from ..arithmetic.reference import packed
-from .momentum import Momentum, MomentumGradient, Recurrence, add
+from .launch import launched
+from .momentum import Momentum, MomentumGradient, add
 from .nodes import traced
 from .range import PassRange
+from .recurrence import Recurrence
 from .scheme import Gradients, total
-
-
-@dataclass(frozen=True)
-class RandomSign:
-    """γ of random sign, to be given as `gamma`: +γ or −γ for each sample of each block in training, the plain network in evaluation.
-
-    Args:
-        gamma: its magnitude, between 0 and 1; one for all blocks, or one each.
-
-    >>> RandomSign(1 / 16)
-    RandomSign(1/16)
-
-    Raises:
-        ValueError: not between 0 and 1.
-    """
-
-    gamma: Any
-
-    def __post_init__(self) -> None:
-        given = self.gamma.tolist() if isinstance(self.gamma, Tensor) else self.gamma
-        several = isinstance(given, Iterable) and not isinstance(given, str)
-        ratios = tuple(map(as_ratio, given)) if several else as_ratio(given)
-        if not all(0 < ratio < 1 for ratio in (ratios if isinstance(ratios, tuple) else (ratios,))):
-            raise ValueError(
-                f"RandomSign takes magnitudes between 0 and 1; got {self.gamma!r}. gamma=0 is the plain network, and at 1 half of "
-                "all samples would not see f at all. Try 1/16."
-            )
-        object.__setattr__(self, "gamma", ratios)
-
-    def __repr__(self) -> str:
-        several = isinstance(self.gamma, tuple)
-        return f"RandomSign([{', '.join(map(str, self.gamma))}])" if several else f"RandomSign({self.gamma})"
-
-
-def magnitude(gamma: Any) -> Any:
-    """`gamma` without its random sign, if it has one."""
-    return gamma.gamma if isinstance(gamma, RandomSign) else gamma
-
-
-def recurrence_of(gamma: Any, depth: int, form: str, narrow: bool) -> Recurrence:
-    """What a network computes whose `gamma` is this."""
-    return Recurrence(as_ratios(magnitude(gamma), depth), form, narrow, isinstance(gamma, RandomSign))
-
-
-def gamma_of(recurrence: Recurrence) -> Any:
-    """γ as a ratio, or one ratio per block where they differ; a `RandomSign` of that."""
-    ratios = recurrence.gammas
-    gamma: Fraction | tuple[Fraction, ...] = ratios[0] if len(set(ratios)) == 1 else ratios
-    return RandomSign(gamma) if recurrence.signed else gamma
-
-
-def in_mode(recurrence: Recurrence, training: bool) -> Recurrence:
-    """What the network computes in training, or in evaluation: the plain one there, if signs are random."""
-    if training or not recurrence.signed:
-        return recurrence
-    return _plain(len(recurrence.gammas), recurrence.form, recurrence.narrow)
-
-
-@cache
-def _plain(depth: int, form: str, narrow: bool) -> Recurrence:
-    return Recurrence((Fraction(0),) * depth, form, narrow)
-
-
-def state_of(x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> Momentum:
-    """The state with which a pass begins."""
-    kind = Signed if recurrence.signed else Momentum
-    return kind(x0, recurrence, seen, reversible=reversible)
 
 
 class SignedGradient(MomentumGradient):
@@ -123,7 +51,7 @@ class SignedGradient(MomentumGradient):
             gamma = self.gamma(k + 1)
             gv = h * (gamma / (1 - gamma))
         if k < 0:
-            return self.launched(gx, gv)
+            return launched(self, gx, gv)
         both = total(torch.promote_types(self.dtype, torch.float32), gx, gv)
         if both is None:
             return [None, None], None
@@ -139,19 +67,15 @@ class SignedGradient(MomentumGradient):
 class Signed(Momentum):
     """x, v, the information buffers and the signs of one pass."""
 
+    gradient_type = SignedGradient
     gradient: SignedGradient
 
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
         super().__init__(x0, recurrence, seen, reversible=reversible)
-        strides = self.gradient.strides
-        self.gradient = SignedGradient(recurrence, self.gradient.dtype, self.kernels)
-        self.gradient.strides = strides
+        self.forms = [0] * len(self.gradient.forms)  # what the kernels are given is f already
         samples = (*x0.shape[:1], *[1] * (x0.dim() - 1))
         drawn = x0.detach().new_empty((len(recurrence.gammas), *samples), dtype=torch.int8).random_(0, 2)
         self.gradient.signs = drawn.mul_(2).sub_(1)
-
-    def form_of(self, k: int) -> int:
-        return 0  # what the kernels are given is f already
 
     def take(self, k: int, y: Tensor) -> Tensor:
         f = self._scaled(k, y, forwards=True)
@@ -174,7 +98,7 @@ class Signed(Momentum):
 
     def _scaled(self, k: int, y: Tensor, forwards: bool = False) -> Tensor:
         """(1 − s·γ)·f of block k, which gave y."""
-        gradient, form = self.gradient, self.gradient.form_of(k)
+        gradient, form = self.gradient, self.gradient.forms[k]
         f = y.detach().to(self.fixed.work)
         if form:
             x = self.decoded("x").to(f.dtype)

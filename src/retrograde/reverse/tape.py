@@ -1,23 +1,16 @@
-"""Where a block's input comes from when it is run again.
+"""The tape: where a block's input comes from when it is run again. The state is rewound to it, one step after another.
 
-`Kept`: it was kept. `Tape`: the state is rewound to it, one step after another as backward goes.
-
-    recall(k)        stand where x_k can be read; x_k
-    settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
-    seek(k)          run blocks, either way, until the state is that of layer k
+recall(k)        stand where x_k can be read; x_k
+settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
+seek(k)          run blocks, either way, until the state is that of layer k
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.kernels import kernels_for
-from ..errors import ReplayError
 from .nodes import keeps_graph
 from .replay import Call
 from .scheme import State
@@ -29,45 +22,11 @@ if TYPE_CHECKING:
 INTERRUPTED = "An earlier backward pass through this network was interrupted. Run the forward pass again."
 
 
-class Kept:
-    """One block's input, kept: the float, which nobody may change, or a copy of its integers where these take fewer bytes."""
-
-    needs_output = False
-
-    def __init__(self, x: Tensor) -> None:
-        self.hold(x)
-
-    def hold(self, x: Tensor) -> None:
-        self.x = x
-        self.version = x._version
-        self.fixed: FixedPoint | None = None
-
-    def hold_integers(self, q: Tensor, fixed: FixedPoint, dtype: torch.dtype) -> None:
-        self.hold(q.clone())
-        self.fixed = fixed
-        self.dtype = dtype
-
-    def recall(self, k: int) -> Tensor:
-        if self.x._version != self.version:
-            raise ReplayError(
-                f"the input of block {k}, kept for its backward pass, was changed. Change a copy instead."
-            )
-        x = self.x.detach()
-        if self.fixed is None:
-            return x
-        out = torch.empty_like(x, dtype=self.dtype)
-        kernels_for(x).decode(x, 2.0**-self.fixed.bits, out)
-        return out
-
-    def settle(self, k: int, y: Any, now: bool) -> None: ...
-    def abandon(self, x: Tensor) -> None: ...
-    def pass_by(self, k: int) -> None: ...
-
-
 class Tape:
     """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
 
     needs_output = True
+    """Whether a replay must run to its end."""
 
     def __init__(self, state: State, checks: Checks | None) -> None:
         self.state = state
@@ -80,7 +39,7 @@ class Tape:
         self.owed: Tensor | None = None
         self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
-        self.lost = ""  # why there is nothing to go on from
+        self.lost = ""  # why there is nothing to go on from: a step that stops half-way leaves nothing
 
     def stands_before(self, k: int) -> None:
         """Forward stands before block k, which has something to replay, or some block before it has."""
@@ -94,7 +53,7 @@ class Tape:
         if self.at <= k or k < 0:
             self.seek(max(k, 0))
             return self.state.pull(k) if k < 0 else self.state.read()
-        if not (self.pulled and self.at == k + 1):
+        if self.at != k + 1:
             self.seek(k + 1, lazily=True)
         return self._pull()
 
@@ -103,7 +62,8 @@ class Tape:
             self._finish_later(k, y)
         if k == self.lowest:
             self._served()
-        self.seek(self.at, lazily=not now)
+        if now:
+            self.seek(self.at)
 
     def pass_by(self, k: int) -> None:
         """Go back past block k, which has nothing to replay, if that will be needed."""
@@ -121,11 +81,16 @@ class Tape:
             y = self._output(self.at - 1, x)
             self._finish_later(self.at - 1, y)
         if self.owed is not None and not lazily:
+            self.lost = INTERRUPTED
             y, self.owed = self.owed, None
-            self._whole(self.state.retreat, self.at, y)
+            self.state.retreat(self.at, y)
+            self.lost = ""
         while self.at < k:
-            self._whole(self.state.advance, self.at, self._output(self.at, self.state.read()))
+            y = self._output(self.at, self.state.read())
+            self.lost = INTERRUPTED
+            self.state.advance(self.at, y)
             self.at += 1
+            self.lost = ""
 
     def go_on_from(self, k: int) -> None:
         """Forward goes on from layer k, though a backward pass has been here in between."""
@@ -165,13 +130,6 @@ class Tape:
             raise
         finally:
             saved.clear()
-
-    def _whole(self, step: Callable[..., Any], *args: Any) -> Any:
-        """A step of the state; one that stops half-way leaves nothing to go on from."""
-        self.lost = INTERRUPTED
-        result = step(*args)
-        self.lost = ""
-        return result
 
     def _served(self) -> None:
         """The last block that has anything to replay has been replayed: the state must be what it was there."""

@@ -1,0 +1,72 @@
+"""A range that becomes wider within a pass: the integers are shifted to the right, and back again on the way back.
+
+    q = high·2^by + rest
+
+The rest, what is shifted out, is kept beside the state until backward, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .scheme import State
+
+
+class Widening:
+    """Before a step, make room for |x| and |v| up to these.
+
+    Attributes:
+        before, after: the fixed point until then, and the one from then on.
+        rests: what was shifted out of each tensor.
+    """
+
+    def __init__(self, state: State, x: float, v: float) -> None:
+        self.before = state.fixed
+        self.after = state.range.widened(x, v)
+        self.rests: dict[str, Tensor] = {}
+        for name in state.names:
+            high, self.rests[name] = shifted(getattr(state, name), self.bits(state, name))
+            setattr(state, name, high)
+        state.hold(self.after)
+
+    def undo(self, state: State) -> None:
+        """Back to the range before, once the step is undone."""
+        for name in state.names:
+            setattr(state, name, self.narrowed(state, name))
+        state.hold(self.before)
+
+    def narrowed(self, state: State, name: str) -> Tensor:
+        """A tensor of the state as it was before."""
+        return unshifted(getattr(state, name), self.rests[name], self.bits(state, name))
+
+    def bits(self, state: State, name: str) -> int:
+        """By how many bits a tensor was shifted."""
+        fewer = self.before.bits - self.after.bits
+        return fewer + self.before.guard - self.after.guard if name in state.guarded else fewer
+
+
+def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """q·2^−by, rounded, and the rest, which takes as few bytes as it can.
+
+    >>> high, rest = shifted(torch.tensor([7, -9], dtype=torch.int32), 2)
+    >>> high, rest
+    (tensor([ 2, -2], dtype=torch.int32), tensor([-1, -1], dtype=torch.int8))
+    """
+    if by >= 8 * q.element_size() - 2:
+        return torch.zeros_like(q), q.clone()
+    high = (q + ((1 << by) >> 1)) >> by
+    narrow = next(
+        dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1
+    )
+    return high, (q - (high << by)).to(narrow)
+
+
+def unshifted(high: Tensor, rest: Tensor, by: int) -> Tensor:
+    """The inverse of `shifted`."""
+    if by >= 8 * high.element_size() - 2:
+        return rest.clone()
+    return (high << by) + rest.to(high.dtype)
