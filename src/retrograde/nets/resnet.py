@@ -120,10 +120,6 @@ class Branch(nn.Module):
         return f if self.factor == 1 else self.factor * f
 
 
-class Velocity(Branch):
-    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2]."""
-
-
 class RectifiedNet(MomentumNet):
     """A momentum network of blocks that compute relu(x + f(x)), whose steps ask the blocks for f and form the sum and the relu.
 
@@ -249,7 +245,7 @@ class ResNet(nn.Module):
         residual: "relu": He's blocks; "branch": the paper's (see above).
         gamma: None for the plain network, else γ of the momentum stages.
         options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
-            (`Velocity`); the others start as without.
+            [sander2021, Sec. 5.2]; the others start as without.
 
     >>> import torch
     >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
@@ -292,7 +288,7 @@ class ResNet(nn.Module):
         for i, stage in enumerate(self.stages()):
             if isinstance(stage, MomentumStage) and stage.momentum is not None:
                 inner = width * 2**i
-                velocity = Velocity(block(inner * block.expansion, inner))
+                velocity = Branch(block(inner * block.expansion, inner))
                 _start(velocity)
                 self.add_module(f"velocity{i + 1}", velocity)
                 stage.momentum.velocity = velocity
