@@ -17,11 +17,11 @@ from ..memory.fake import is_fake
 from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
+from .checkpointing import directly, outside_checkpoints
 from .own import Own, with_spares
 from .stage import Stage
 
 PLACE = "_retrograde_place"
-_ONCE = "model.gradient_checkpointing_disable() first."
 
 
 @dataclass(eq=False)
@@ -68,8 +68,8 @@ class Step(Derived):
 
 
 _ADVICE = (
-    "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load "
-    "dict(state_dict), which does not say."
+    "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), "
+    "which does not say."
 )
 
 
@@ -80,8 +80,6 @@ class Converted(Step):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
         stage = place.stage
-        if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:
-            raise RuntimeError(f"{place.path} is converted, so it is not to be checkpointed too: {_ONCE}")
         keyword = None if args else place.keyword
         if args:
             x, args = args[0], args[1:]
@@ -102,7 +100,17 @@ class Converted(Step):
         extra = Extra(args, kwargs)
         if torch.is_grad_enabled() and stage.settings.memory != "store":
             extra = with_spares(extra, place.path)
-        return stage.take(own, place.index, place.path, x, extra)
+        with outside_checkpoints():
+            return stage.take(own, place.index, place.path, x, extra)
+
+    @property
+    def _gradient_checkpointing_func(self) -> Any:
+        """What a layer of transformers runs itself by while its flag `gradient_checkpointing` is set."""
+        return directly
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Any) -> None:
+        self.__dict__["_gradient_checkpointing_func"] = checkpoint  # for `revert`
 
     def extra_repr(self) -> str:
         stage: Stage = self.__dict__[PLACE].stage
@@ -199,8 +207,6 @@ def check(module: nn.Module, path: str) -> None:
             f"the forward of {path} was replaced on the object itself (accelerate's hooks do that). Convert before, or remove the "
             "replacement (accelerate.hooks.remove_hook_from_module) and put it back afterwards."
         )
-    if getattr(module, "gradient_checkpointing", False):
-        raise ValueError(f"{path} is set to be checkpointed, which the conversion does in its own way: {_ONCE}")
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise TypeError(f"{path} is compiled in place (module.compile()). Convert the model first, then compile it.")
 

@@ -37,6 +37,7 @@ from ..reverse.range import Range
 from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
+from .checkpointing import REENTRANT
 from .next_x import FSDP2, Branch, handed_on, same
 from .own import Own, spared
 from .unseen import Unseen
@@ -266,11 +267,10 @@ class Stage:
                 )
             mine = entry.x()
             entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
-            if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
+            if not entry.run.tracked and mine is not None and mine.grad_fn is not None:
                 raise ReplayError(
                     f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
-                    "the model checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need "
-                    "no checkpoints."
+                    f"{REENTRANT}"
                 )
             through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
             if mine is not x or observed(x):
@@ -280,8 +280,9 @@ class Stage:
             return entry
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
-                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
-                "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
+                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: a checkpoint holds it "
+                "together with something that is not converted. Let it hold whole stages, or blocks alone; or turn the model's "
+                "checkpointing off."
             )
         if is_fake(x):
             return None
