@@ -25,7 +25,10 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with."""
+    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with.
+
+    split: its layers are several steps each, but for those that are left whole for a reason, `whole`.
+    """
 
     name: str
     blocks: tuple[str, ...]
@@ -33,6 +36,8 @@ class Run:
     form: str = "block"
     gamma: Any = None
     velocity: str | None = None
+    split: bool = False
+    whole: str = ""
 
 
 @dataclass(frozen=True)
