@@ -26,7 +26,10 @@ WRAPPED = "_checkpoint_wrapped_module"
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with."""
+    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with.
+
+    split: its layers are several steps each, but for those that are left whole for a reason, `whole`.
+    """
 
     name: str
     blocks: tuple[str, ...]
@@ -34,6 +37,8 @@ class Run:
     form: str = "block"
     gamma: Any = None
     velocity: str | None = None
+    split: bool = False
+    whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Settings:
     overflow: str = "raise"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
+    split: bool = False  # attention and MLP are steps of their own
 
 
 class Open:
@@ -143,6 +144,7 @@ class Stage:
             "gamma": written(self.gamma),
             "form": "branch" if self.settings.form == "branch" else "block",
             "velocity": self.settings.velocity,
+            **({"split": True} if self.settings.split else {}),
         }
 
     @property
