@@ -19,8 +19,9 @@ from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
 from .checkpointing import directly, outside_checkpoints
 from .own import Own, with_spares
-from .split import Part, Parts, Whole, parts_of
+from .split import Part, Parts, parts_of
 from .stage import Stage
+from .sums import Whole
 
 PLACE = "_retrograde_place"
 
@@ -95,7 +96,7 @@ class Converted(Step):
             extra = with_spares(extra, place.path)
         if place.steps > 1 and (torch.is_grad_enabled() or not stage.alone(self, x)):
             with outside_checkpoints():
-                return self._in_parts(place, x, extra)
+                return run_in_parts(self, place, x, extra)
         forward: Any = self._retrograde_class.forward
         whole = stage.rectifies(self, x)
         if whole:
@@ -117,25 +118,25 @@ class Converted(Step):
     def _gradient_checkpointing_func(self, checkpoint: Any) -> None:
         self.__dict__["_gradient_checkpointing_func"] = checkpoint  # for `revert`
 
-    def _in_parts(self, place: Place, x: Tensor, extra: Extra) -> Any:
-        """Attention, then MLP: a step each."""
-        stage: Any = place.stage
-
-        def take(k: int, part: Part, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            run = part.run
-            if stage.settings.compile is not None and not is_fake(x):
-                run = compiled(run, stage.settings.compile)
-            own = Own(self, run, None, children=part.children)  # type: ignore[arg-type]
-            return stage.take(own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs))
-
-        parts = now_in_parts(self, place)
-        return parts.walk(take, self, x, extra.args, extra.kwargs)  # type: ignore[arg-type]
-
     def extra_repr(self) -> str:
         stage: Stage = self.__dict__[PLACE].stage
         note = f"{stage.name}: checkpointed" if stage.checkpointed else f"{stage.name}: momentum, gamma={stage.gamma}"
         own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
         return ", ".join(filter(None, (own, note)))
+
+
+def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
+    """Attention, then MLP: a step each."""
+    stage = place.stage
+
+    def take(k: int, part: Part, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = part.run
+        if stage.settings.compile is not None and not is_fake(x):
+            run = compiled(run, stage.settings.compile)
+        own = Own(block, run, None, uses=part.uses)
+        return stage.take(own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs))
+
+    return now_in_parts(block, place).walk(take, block, x, extra.args, extra.kwargs)
 
 
 def now_in_parts(block: Any, place: Place) -> Parts:

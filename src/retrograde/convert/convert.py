@@ -26,8 +26,8 @@ from . import saved
 from .deploy import undeploy
 from .distance import Trial, check_auto
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .split import steps_of
 from .schedule import SCHEDULER, schedule, unschedule
+from .split import steps_of
 from .stage import Settings, Stage
 
 GAMMA = Fraction(1, 8)

@@ -128,7 +128,7 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     root = block if isinstance(block, nn.Module) else next(block.modules(), None) if hasattr(block, "modules") else None
     if known is not None and known.root() is root and known.unchanged():
         return known
-    parts = Parts(() if root is None else tuple(root.modules()))
+    parts = Parts(() if root is None else tuple(block.modules()))
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts
