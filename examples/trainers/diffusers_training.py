@@ -23,7 +23,11 @@ model = diffusers.DiTTransformer2DModel(
     num_attention_heads=2, attention_head_dim=16, in_channels=3, out_channels=3, num_layers=8, sample_size=16, patch_size=4,
     num_embeds_ada_norm=10, norm_num_groups=4,
 )  # fmt: skip
-noisy: dict[str, Any] = {"hidden_states": torch.randn(4, 3, 16, 16), "timestep": torch.arange(4), "class_labels": torch.arange(4)}
+noisy: dict[str, Any] = {
+    "hidden_states": torch.randn(4, 3, 16, 16),
+    "timestep": torch.arange(4),
+    "class_labels": torch.arange(4),
+}
 rg.convert(model, noisy)  # the one line
 model.enable_gradient_checkpointing()  # has no effect on the converted blocks
 

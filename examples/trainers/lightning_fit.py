@@ -20,7 +20,9 @@ lightning, models = require("lightning"), require("torchvision.models")
 class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
-        self.net = models.VisionTransformer(32, 8, num_layers=6, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=4, dropout=0.1)
+        self.net = models.VisionTransformer(
+            32, 8, num_layers=6, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=4, dropout=0.1
+        )
         nn.init.normal_(self.net.heads.head.weight, std=0.1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:

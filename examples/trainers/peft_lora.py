@@ -15,7 +15,9 @@ require("transformers")
 peft = require("peft")
 model = language_model()
 rg.convert(model)  # the one line
-model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1))
+model = peft.get_peft_model(
+    model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
+)
 model.enable_input_require_grads()
 model.gradient_checkpointing_enable()  # has no effect on the converted layers
 

@@ -15,7 +15,14 @@ from retrograde.extras import require
 timm = require("timm")
 torch.manual_seed(0)
 model = timm.create_model(
-    "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=8, num_heads=2, num_classes=4, drop_path_rate=0.1
+    "vit_tiny_patch16_224",
+    img_size=32,
+    patch_size=8,
+    embed_dim=48,
+    depth=8,
+    num_heads=2,
+    num_classes=4,
+    drop_path_rate=0.1,
 )
 rg.convert(model)  # the one line
 model.set_grad_checkpointing()  # --grad-checkpointing: has no effect on the converted blocks

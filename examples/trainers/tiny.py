@@ -8,7 +8,9 @@ import torch
 
 from retrograde.extras import require
 
-WORDS = "the quick brown fox jumps over a lazy dog and then it runs back under that old red fence".split()
+WORDS = [
+    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "it", "runs", "back",
+]  # fmt: skip
 SENTENCES = [" ".join(WORDS[k % 5 : k % 5 + 8]) for k in range(16)]
 
 
@@ -26,7 +28,7 @@ def language_model() -> Any:
 def tokenizer() -> Any:
     """A token for each word."""
     tokenizers, transformers = require("tokenizers"), require("transformers")
-    vocabulary = {word: k for k, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *dict.fromkeys(WORDS)])}
+    vocabulary = {word: k for k, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
@@ -37,7 +39,9 @@ def tokenizer() -> Any:
 def tokens() -> list[dict[str, list[int]]]:
     """Rows of a dataset: the sentences as numbers."""
     encode = tokenizer()
-    return [{"input_ids": encode(sentence)["input_ids"], "labels": encode(sentence)["input_ids"]} for sentence in SENTENCES]
+    return [
+        {"input_ids": encode(sentence)["input_ids"], "labels": encode(sentence)["input_ids"]} for sentence in SENTENCES
+    ]
 
 
 def images(size: int = 32) -> torch.utils.data.TensorDataset:

@@ -18,9 +18,14 @@ transformers, peft, trl, datasets = map(require, ("transformers", "peft", "trl",
 with TemporaryDirectory() as folder:
     language_model().save_pretrained(folder)
     four_bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map={"": "cpu"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=four_bits, device_map={"": "cpu"}
+    )
 model = peft.prepare_model_for_kbit_training(model)
 torch.manual_seed(0)
 model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))

@@ -16,7 +16,10 @@ from problems import assert_same_bits
 
 FOLDER = Path(__file__).parents[2] / "examples" / "trainers"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tiny")
-ONE_LINE = re.compile(r"^(?:(?P<convert>rg\.convert\(model)(?P<more>.*)\)|(?P<callback>reversible = Reversible\(.*)\))  # the one line.*$", re.M)
+ONE_LINE = re.compile(
+    r"^(?:(?P<convert>rg\.convert\(model)(?P<more>.*)|(?P<callback>reversible = Reversible\(.*))\)  # the one line.*$",
+    re.M,
+)
 CHECKPOINTED = {"hf_trainer", "trl_sft", "trl_qlora", "peft_lora", "timm_training", "diffusers_training"}
 pytestmark = [
     pytest.mark.slow,

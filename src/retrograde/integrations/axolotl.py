@@ -1,10 +1,10 @@
 """A plugin of Axolotl.
 
-    plugins:
-      - retrograde.integrations.axolotl.ReversiblePlugin
-    retrograde_gamma: 0.125
-    retrograde_memory: auto
-    gradient_checkpointing: true        # may stay: converted blocks take its place
+plugins:
+  - retrograde.integrations.axolotl.ReversiblePlugin
+retrograde_gamma: 0.125
+retrograde_memory: auto
+gradient_checkpointing: true        # may stay: converted blocks take its place
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BasePlugin: Any = require("axolotl.integrations.base").BasePlugin
 BaseModel: Any = require("pydantic").BaseModel
 
 
-class Arguments(BaseModel):  # type: ignore[misc]
+class Arguments(BaseModel):
     """What the YAML file may have."""
 
     retrograde_gamma: float | None = None
     retrograde_memory: str = "auto"
 
 
-class ReversiblePlugin(BasePlugin):  # type: ignore[misc]
+class ReversiblePlugin(BasePlugin):
     """Converts the model when it is loaded, with its adapters."""
 
     def get_input_args(self) -> str:

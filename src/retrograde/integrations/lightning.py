@@ -17,7 +17,7 @@ from .reversible import Conversion
 Callback: Any = require("lightning").pytorch.callbacks.Callback
 
 
-class Reversible(Callback):  # type: ignore[misc]
+class Reversible(Callback):
     """Converts the module, unless it is converted already, and moves γ with its training steps, if there is a schedule.
 
     Its progress is part of Lightning's checkpoints, and so is γ: in the metadata of their `state_dict`.

@@ -18,11 +18,11 @@ from ..extras import require
 ActivationCheckpointing: Any = require("torchtitan.distributed.activation_checkpoint").ActivationCheckpointing
 
 
-class ReversibleAC(ActivationCheckpointing):  # type: ignore[misc]
+class ReversibleAC(ActivationCheckpointing):
     """Runs the blocks of a model as a momentum network, whose activations are recalled and not stored."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
+    class Config(ActivationCheckpointing.Config):
         gamma: float = 1 / 8
         """γ in (0, 1]. 1/8 changes a trained network little; 0.9 is for networks trained from scratch."""
 

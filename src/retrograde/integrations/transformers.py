@@ -17,7 +17,7 @@ from .reversible import Conversion
 TrainerCallback: Any = require("transformers").TrainerCallback
 
 
-class Reversible(TrainerCallback):  # type: ignore[misc]
+class Reversible(TrainerCallback):
     """Converts the model, unless it is converted already, and moves γ with the steps of the optimizer, if there is a schedule.
 
     A training that is resumed goes on at the γ of its step.
