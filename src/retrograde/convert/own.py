@@ -26,13 +26,18 @@ class Own:
         forward: its own, or f of relu(x + f(x)).
         keyword: the name by which the block was given x; None: by its place.
         whole: it is its own though the steps would form relu(x + f) themselves.
+        children: the names of the submodules that it may run; None: all.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False,
+        children: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.block = block
         self.forward = forward
         self.keyword = keyword
         self.whole = whole
+        self.children = children
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +62,11 @@ class Own:
         return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
 
     def modules(self) -> Iterator[nn.Module]:
-        return self.block.modules()
+        if self.children is None:
+            return self.block.modules()
+        own = self.block._modules
+        inside = (module for name in self.children for module in (own[name] or nn.ParameterList()).modules())
+        return iter(dict.fromkeys((self.block, *inside)))
 
 
 class Spare:
