@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from problems import Attention, Mlp, conv, float_recurrence
+from problems import Attention, Mlp, Residual, conv, float_recurrence
 
 RECORDS = Path(__file__).with_name("recorded_bits.json")
 BITS = 18
@@ -38,18 +38,6 @@ class Portable(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c * torch.clamp(self.a * x + self.b, -1.0, 1.0)
-
-
-class Residual(nn.Module):
-    """x + f(x), or relu(x + f(x))."""
-
-    def __init__(self, f: nn.Module, rectify: bool = False) -> None:
-        super().__init__()
-        self.f, self.rectify = f, rectify
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.f(x)
-        return torch.relu(y) if self.rectify else y
 
 
 class Conditioned(nn.Module):
