@@ -49,6 +49,18 @@ class Attention(nn.Module):
         return self.dropout(self.attention(h, h, h, need_weights=False)[0])
 
 
+class Residual(nn.Module):
+    """x + f(x), or relu(x + f(x))."""
+
+    def __init__(self, f: nn.Module, rectify: bool = False) -> None:
+        super().__init__()
+        self.f, self.rectify = f, rectify
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = x + self.f(x, *args, **kwargs)
+        return torch.relu(y) if self.rectify else y
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (Mlp, (3, 8)),
     "conv+batchnorm": (conv, (2, 4, 5, 5)),

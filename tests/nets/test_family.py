@@ -26,7 +26,6 @@ from retrograde.nets import (
     NeuralODE,
     RevNet,
     SecondOrderODE,
-    momentum_resnet,
     rev_resnet,
     thin_resnet,
 )
@@ -296,9 +295,8 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: thin_resnet(1201), ValueError, r"got 1201.*Near it are 1196, 1199, 1202, 1208"),
     (lambda: thin_resnet(20, block="wide"), ValueError, "block must be one of"),
     (lambda: thin_resnet(2), ValueError, "got 2"),
-    (lambda: momentum_resnet("vgg16"), ValueError, "no network is called 'vgg16'"),
     (lambda: resnet(18, memory="reverse"), ValueError, "memory are options of momentum stages"),
-    (lambda: momentum_resnet("thin-resnet20", 1.5), ValueError, "gamma"),
+    (lambda: thin_resnet(20, gamma=1.5), ValueError, "gamma"),
     (lambda: resnet(18, size="mnist"), ValueError, "size must be one of"),
     (lambda: thin_resnet(20, gamma=0.9, form="branch"), ValueError, "form must be one of 'block', 'relu'; got 'branch'"),
     (lambda: thin_resnet(20, gamma=1, factor=0.0), ValueError, "factor is for residual='branch'"),

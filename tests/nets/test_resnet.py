@@ -2,13 +2,15 @@
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.nets.resnet import BasicBlock, MomentumStage, ResNet, momentum_resnet, resnet, thin_resnet
+from retrograde.nets.resnet import BasicBlock, MomentumStage, ResNet, resnet, thin_resnet
 from retrograde.nets.revnet import RevNet, parameters, rev_resnet
 
 PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 152: 60_192_808}
@@ -43,13 +45,16 @@ def test_thin_depths(depth: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("resnet18", 64), ("cifar-resnet50", 8), ("thin-resnet20", 8), ("thin-resnet29", 8)]
+    ("make", "size"),
+    [
+        (partial(resnet, 18), 64),
+        (partial(resnet, 50, size="cifar"), 8),
+        (partial(thin_resnet, 20), 8),
+        (partial(thin_resnet, 29), 8),
+    ],
 )
-def test_forward_and_the_same_parameters(name: str, size: int) -> None:
-    momentum, zero = momentum_resnet(name, classes=4).eval(), momentum_resnet(name, 0, classes=4).eval()
-    kind, _, depth = name.rpartition("resnet")
-    make = {"": resnet, "cifar-": lambda d, **s: resnet(d, size="cifar", **s), "thin-": thin_resnet}[kind]
-    plain = make(int(depth), classes=4).eval()
+def test_forward_and_the_same_parameters(make: Callable[..., ResNet], size: int) -> None:
+    plain, momentum, zero = (make(classes=4, gamma=gamma).eval() for gamma in (None, 0.9, 0))
     momentum.load_state_dict(plain.state_dict())
     zero.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, size, size)

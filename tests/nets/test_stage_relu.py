@@ -20,14 +20,14 @@ from retrograde.nets.resnet import (
     MomentumStage,
     RectifiedNet,
     ResNet,
-    momentum_resnet,
+    resnet,
     thin_resnet,
 )
 from retrograde.reverse.range import holders
 from retrograde_experiments.private import put_back, set_gamma, training_ranges, written
 from retrograde_experiments.train.learner import compile_blocks
 
-MODES = ["store", "checkpoint", "reverse", "auto"]
+MODES = ["store", "checkpoint", "reverse"]
 KINDS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 IMAGES = torch.randn(3, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 
@@ -152,15 +152,16 @@ def test_the_inverse() -> None:
 # which form it is ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["thin-resnet20", "thin-resnet29", "cifar-resnet18"])
-def test_forms(name: str) -> None:
-    make = partial(momentum_resnet, name)
+@pytest.mark.parametrize(
+    "make", [partial(thin_resnet, 20), partial(thin_resnet, 29), partial(resnet, 18, size="cifar")]
+)
+def test_forms(make: Callable[..., ResNet]) -> None:
     for options, wanted in (({}, "relu"), ({"form": "relu"}, "relu"), ({"form": "block"}, "block")):
-        net = make(**options)
+        net = make(gamma=0.9, **options)
         assert {inner.recurrence.form for _, inner in holders(net)} == {wanted}
         assert {inner.form for _, inner in holders(net)} == {"block"}  # of the blocks themselves
         assert f"form={wanted!r}" in repr(inner(net))
-        assert list(net.state_dict()) == list(make(form="block").state_dict())
+        assert list(net.state_dict()) == list(make(gamma=0.9, form="block").state_dict())
 
 
 class Twice(BasicBlock):

@@ -22,11 +22,11 @@ from .iresnet import Certificate, IResNet
 from .lista import Lista
 from .momentum import MomentumNet, State
 from .ode import AugmentedODE, NeuralODE, SecondOrderODE, discretised
-from .resnet import ResNet, momentum_resnet, thin_resnet
+from .resnet import ResNet, thin_resnet
 from .revnet import IRevNet, RevNet, rev_resnet
 
 __all__ = [
     "AugmentedODE", "Certificate", "CoupledState", "CouplingNet", "HamiltonianBlock", "HamiltonianNet", "IResNet", "IRevNet", "Lista",
-    "MomentumNet", "NeuralODE", "ResNet", "RevNet", "SecondOrderODE", "State", "discretised", "momentum_resnet", "rev_resnet",
+    "MomentumNet", "NeuralODE", "ResNet", "RevNet", "SecondOrderODE", "State", "discretised", "rev_resnet",
     "thin_resnet",
 ]  # fmt: skip

@@ -341,24 +341,6 @@ def thin_resnet(depth: int, *, block: str | None = None, width: int = 16, classe
     return ResNet(made, (n,) * 3, width=width, stem="cifar", classes=classes, **settings)
 
 
-def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
-    """A Momentum ResNet by name, with the state_dict of the plain network of that name.
-
-    Args:
-        name: "resnet101" (ImageNet), "cifar-resnet101", or "thin-resnet110".
-        gamma: γ; 0 is the plain network.
-        settings: `classes`, `residual`, and the options of `MomentumStage`.
-    """
-    kind, _, depth = name.rpartition("resnet")
-    if kind not in ("", "cifar-", "thin-") or not depth.isdigit():
-        raise ValueError(
-            f"no network is called {name!r}; names are 'resnet101', 'cifar-resnet101' (18, 34, 50, 101, 152) or 'thin-resnet110'."
-        )
-    if kind == "thin-":
-        return thin_resnet(int(depth), gamma=gamma, **settings)
-    return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
-
-
 def _start(module: nn.Module) -> None:
     for m in module.modules():
         if isinstance(m, nn.Conv2d):
