@@ -67,7 +67,10 @@ class Step(Derived):
                 stage.told = errors
 
 
-_ADVICE = "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), which does not say."
+_ADVICE = (
+    "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), "
+    "which does not say."
+)
 
 
 class Converted(Step):

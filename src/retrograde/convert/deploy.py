@@ -121,9 +121,11 @@ def taken(block: Any, place: blocks.Place, x: Tensor) -> tuple[Tensor | None, in
             "checkpointing with use_reentrant=True. Turn that off; or train the converted model, and deploy it afterwards."
         )
     if handed is not None:
+        place.stage.joined = True
         return handed.v, handed.k
     if place.index and not blind:
-        place.stage.warn_restart(place.path)
+        place.stage.restart(x, place.index, place.path)
+    place.stage.open.latest = place.index
     return None, 0
 
 
