@@ -207,7 +207,9 @@ def graph_replays_are_judged(device: str) -> str:
         blocks, x = [Drifting(device) for _ in range(10)], torch.randn(4, 8, device=device)
         fixed_point = rg.FixedPoint(22, torch.int32)
         if kind == "converted":
-            net = rg.convert(nn.Sequential(*blocks), stages=["*"], memory="reverse", fixed_point=fixed_point)
+            net = rg.convert(
+                nn.Sequential(*blocks), stages=["*"], form="block", memory="reverse", fixed_point=fixed_point
+            )
         else:
             net = rg.MomentumNet(blocks, memory=kind, fixed_point=fixed_point)
         net.to(device)

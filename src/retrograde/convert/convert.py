@@ -136,7 +136,7 @@ def look(
             runs = tuple(replace(run, gamma=known[0].gamma) for run in finding.runs)
             finding = replace(finding, runs=runs)
         if example is not None:
-            confirm(model, example, finding)
+            finding = confirm(model, example, finding)
     elif known:
         inside = {path for run in known for path in run.blocks}
         finding = Finding(known, tuple(left for left in find(model).left if left.path not in inside))
@@ -218,7 +218,12 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
-        (run, Stage(run.name, sum(_steps(run, modules).values()), run.steps, _settings_of(run, settings)))
+        (
+            run,
+            Stage(
+                run.name, sum(_steps(run, modules).values()), run.steps, _settings_of(run, settings), trusted=run.trusted
+            ),
+        )
         for run in finding.runs
     ]
     if settings.memory != "store":

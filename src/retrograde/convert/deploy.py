@@ -134,9 +134,11 @@ def taken(block: Any, place: blocks.Place, index: int, x: Tensor) -> tuple[Tenso
             "checkpointing with use_reentrant=True. Turn that off; or train the converted model, and deploy it afterwards."
         )
     if handed is not None:
+        place.stage.joined = True
         return handed.v, handed.k
     if index and not blind:
-        place.stage.warn_restart(place.path)
+        place.stage.restart(x, index, place.path)
+    place.stage.open.latest = index
     return None, 0
 
 

@@ -40,6 +40,7 @@ from ..reverse.sign import Signed
 from .checkpointing import REENTRANT
 from .next_x import FSDP2, Branch, handed_on, same
 from .own import Own, spared
+from .probe import edge_of, skips
 from .unseen import Unseen
 
 
@@ -62,8 +63,11 @@ class Settings:
 class Open:
     """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
 
-    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None, unseen: Unseen) -> None:
+    def __init__(
+        self, run: Pass, x: Tensor, index: int, training: bool, observer: Observer | None, unseen: Unseen
+    ) -> None:
         self.run = run
+        self.index = index  # of the block that returned x
         self.unseen = unseen
         self.hashed = unseen.hashed(x)
         self.x: weakref.ref[Tensor] = weakref.ref(x)
@@ -83,6 +87,8 @@ class OpenPasses(threading.local):
     def __init__(self) -> None:
         self.passes: list[Open] = []
         self.ended: Callable[[], Tensor | None] = lambda: None  # what the last pass returned
+        self.latest = -1  # the block that ran last
+        self.changed: list[str] = []  # functions that made another f of what the last block returned (form "branch")
 
     def __reduce__(self) -> Any:
         return OpenPasses, ()
@@ -98,6 +104,7 @@ class Stage:
         steps: how many steps a pass takes: more where blocks are run more than once.
         settings: the options.
         checkpointed: no momentum; a block that is run again in backward from its kept input.
+        trusted: it is known what the blocks compute. Else the user named them, and the first calls show it.
     """
 
     name: str
@@ -105,6 +112,7 @@ class Stage:
     steps: int
     settings: Settings
     checkpointed: bool = False
+    trusted: bool = True
     open: OpenPasses = field(default_factory=OpenPasses, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +121,8 @@ class Stage:
         self.warned = set[str]()
         self.restarted = set[int]()  # blocks at which v started anew in training
         self.stepwise = False  # look at the range after every step, also where that makes the host wait
+        self.skips: dict[str, bool | None] = {}  # of a stage that is not trusted: whether a block returns x + f(x)
+        self.joined = False  # whether a block was ever given what the one before it led to
         self.last: MemoryPlan | None = None  # of the last pass
         self.records: list[dict[str, Any]] = []  # of it, in configs
         self.told: list[str] = []  # of the last `load_state_dict` that was warned of
@@ -182,15 +192,16 @@ class Stage:
             return own.with_x(self._alone(own, path, x, extra, index))
         training = own.block.training
         entry = self._continued(x, index, path, training)
+        self.open.latest = index
         try:
             if entry is None:
-                run, observer = self._opened(x, own, extra)
+                run, observer = self._opened(x, own, path, extra)
                 unseen = Unseen(run.verify, self.range.deferred)
             else:
                 run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
             block = own if observer is None else observer.watch(run.k, own)
             x1 = run.step(block, extra, path, "block" if own.whole else None)
-            last = run.k == self.steps or (index + 1 == self.blocks == self.steps)
+            last = run.k == self.steps
             if last:
                 self._look_back(run)
                 x1 = run.finish()
@@ -204,11 +215,14 @@ class Stage:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, training, observer, unseen))
+            self._hand_on(Open(run, x1, index, training, observer, unseen))
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
             self.stack.recorder.done()
-        return own.with_x(Branch.of(x, x1, unseen, path) if self.settings.form == "branch" else x1)
+        if self.settings.form != "branch":
+            return own.with_x(x1)
+        self.open.changed = []
+        return own.with_x(Branch.of(x, x1, unseen, path, self.open.changed))
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself."""
@@ -227,8 +241,10 @@ class Stage:
             self.stack.recorder.done()
         return y
 
-    def _opened(self, x: Tensor, own: Own, extra: Extra) -> tuple[Pass, Observer | None]:
+    def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> tuple[Pass, Observer | None]:
         assert self.last is not None
+        if not self.trusted and path not in self.skips and any(p.requires_grad for p in own.block.parameters()):
+            x = x if x.requires_grad else x.detach().requires_grad_()  # so that its way to the output is seen
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
         check_surroundings()
@@ -246,6 +262,7 @@ class Stage:
         run = Pass(
             state, x, self.steps, reversed=self.last.reversed, kept=self.last.kept, verify=self.settings.verify, memo=self.memo,
             deferred=self.range.deferred, look=None if observer is None else observer.look,
+            check=check_output if self.trusted else self._check_skip,
         )  # fmt: skip
         if self.settings.velocity == "first":
             block = own if observer is None else observer.watch(-1, own)
@@ -258,6 +275,12 @@ class Stage:
         entry = next((entry for entry in passes if entry.known(x)), None)
         if entry is not None:
             passes.remove(entry)
+            if entry.index == index and self.steps == self.blocks > 1:
+                raise ValueError(
+                    f"stage {self.name!r}: {path} is run twice in a row, and has one step in this stage. Pass an example, without "
+                    "stages, to have one step for each call: rg.convert(model, example)."
+                )
+            self.joined = True
             if index in self.restarted and training:
                 self.restarted.remove(index)
             elif index in self.restarted:
@@ -286,13 +309,11 @@ class Stage:
                 "together with something that is not converted. Let it hold whole stages, or blocks alone; or turn the model's "
                 "checkpointing off."
             )
-        if is_fake(x):
-            return None
-        if index and training:
-            self.restarted.add(index)
-        if index:
-            self.warn_restart(path)
-        elif x is self.open.ended():
+        if index and not is_fake(x):
+            self.restart(x, index, path)
+            if training:
+                self.restarted.add(index)
+        elif not index and x is self.open.ended():
             self._warn(
                 "loop",
                 f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from "
@@ -301,8 +322,48 @@ class Stage:
             )
         return None
 
-    def warn_restart(self, path: str) -> None:
-        """Say once that a pass begins in the middle of the stage."""
+    def _check_skip(self, y: Any, x: Tensor, path: str) -> Any:
+        """`check_output`, and whether the block returns x + f(x), where gradients show it."""
+        y = check_output(y, x, path)
+        if self.settings.form == "block" and path not in self.skips and edge_of(x) is not None:
+            found = self.skips[path] = skips(edge_of(y), edge_of(x))
+            if found is False and not self.settings.insists:
+                raise ValueError(
+                    f"stage {self.name!r}: {path} does not return x + f(x), but f(x): only matrix products and convolutions lead from "
+                    "x to what it returns. If the model adds that to x as it is, pass form='branch'. If it is no residual block, leave "
+                    "it out, or take it as it is with form='block'."
+                )
+        return y
+
+    def restart(self, x: Tensor, index: int, path: str) -> None:
+        """A pass begins in the middle of the stage. Raise if that is because the blocks are not of its form; else say it once."""
+        branch = self.settings.form == "branch"
+        if isinstance(x, Branch):
+            raise ValueError(
+                f"stage {self.name!r}: {path} was given what the block before it returned, and form='branch' says that the model adds "
+                "x to that. Pass form='block' for blocks that return x + f(x). Others are no residual blocks: leave them out."
+            )
+        if branch and self.open.changed:
+            raise ValueError(
+                f"stage {self.name!r}: the model does not add what the block before {path} returned to x as it is, but calls "
+                f"{self.open.changed[0]} on it first: a factor, say, or dropout. Do that inside of the block: a step of a momentum "
+                "network adds f(x) as it is."
+            )
+        seen = self.skips.values()
+        never = index == self.open.latest + 1 == self.blocks - 1 and not self.joined and True not in seen
+        if not self.trusted and (False in seen or never):
+            raise ValueError(
+                f"stage {self.name!r}: {path} was not given what the block before it "
+                + ("returned, added to x" if branch else "returned")
+                + ", so these blocks are no steps of one momentum network as they were named. "
+                + (
+                    ""
+                    if branch
+                    else "Pass form='branch' if the model adds what they return to x as it is (x + block(x)). "
+                )
+                + "Do what else the model does between them, such as a factor or a normalisation, inside of the blocks, or leave the "
+                "stage out."
+            )
         self._warn(
             "restart",
             f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
