@@ -244,7 +244,7 @@ def momentum(memory: str, depth: int = 5, **options: Any) -> rg.MomentumNet:
 
 
 def converted(verify: str, **options: Any) -> nn.Module:
-    return rg.convert(nn.Sequential(*blocks(5)), stages=["*"], verify=verify, **options)
+    return rg.convert(nn.Sequential(*blocks(5)), stages=["*"], form="block", verify=verify, **options)
 
 
 NETS: dict[str, Callable[[str], nn.Module]] = {
