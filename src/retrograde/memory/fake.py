@@ -128,6 +128,18 @@ def _on_cpu(t: Tensor, times: float = 1) -> int:
     return int(times * t.numel() * t.element_size()) if t.device.type == "cpu" else 0
 
 
+def _promoted(args: Any, out: Any) -> int:
+    """Of two dtypes, one is brought to the other's."""
+    tensors = [t for t in args[:2] if isinstance(t, Tensor) and t.dim() and t.dtype != out.dtype]
+    return int(out.dtype.itemsize * sum(map(Tensor.numel, tensors))) if out.device.type == "cpu" else 0
+
+
+def _averaged(args: Any, out: Any) -> int:
+    """In 16 bits, by way of float32."""
+    x = args[0]
+    return 4 * (x.numel() + out.numel()) if x.device.type == "cpu" and x.dtype.itemsize < 4 else 0
+
+
 def _of_queries(args: Any, out: Any) -> int:
     return 4 * int(args[1].numel()) if args[1].is_cuda else 0
 
@@ -139,10 +151,17 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "bmm": lambda args, out: _product(*args),
     "addmm": lambda args, out: _product(*args[1:3]),
     "baddbmm": lambda args, out: _product(*args[1:3]),
+    "add.Tensor": _promoted,
+    "sub.Tensor": _promoted,
+    "mul.Tensor": _promoted,
+    "div.Tensor": _promoted,
+    "mean.dim": _averaged,
+    "abs": lambda args, out: _on_cpu(args[0]) if args[0].is_complex() else 0,
     "native_batch_norm_backward": lambda args, out: _on_cpu(args[1]),
     "linalg_matrix_exp": lambda args, out: _on_cpu(args[0], 12.5),
     "_fft_r2c": lambda args, out: _on_cpu(args[0]),
     "_fft_c2r": lambda args, out: _on_cpu(args[0]),
+    "_fft_c2c": lambda args, out: _on_cpu(args[0]),
     "mkldnn_rnn_layer": lambda args, out: _recurrent(args[0], args[5], args[0].element_size()),
     "mkldnn_rnn_layer_backward": lambda args, out: _recurrent(args[0], args[5], 4),
     "_scaled_dot_product_flash_attention_backward": _of_queries,
@@ -151,7 +170,11 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
 }  # fmt: skip
 """By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds up
 the gradient of its queries in float32."""
-INSIDE = {getattr(torch.ops.aten, name).default: of for name, of in _INSIDE.items() if hasattr(torch.ops.aten, name)}
+INSIDE: dict[Any, Callable[[Any, Any], int]] = {}
+for _name, _of in _INSIDE.items():
+    _packet, _, _overload = _name.partition(".")
+    if hasattr(torch.ops.aten, _packet):
+        INSIDE[getattr(getattr(torch.ops.aten, _packet), _overload or "default")] = _of
 KEEPS = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 
 
