@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import retrograde as rg
-from retrograde.memory import peak_memory
 
 WIDTH = 32
 DEPTH = 6

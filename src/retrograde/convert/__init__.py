@@ -1,6 +1,7 @@
 """From any residual model to a momentum network, in place.
 
 convert.py        convert, revert
+checkpointing.py  what takes the place of a model's own checkpointing
 saved.py          γ in the config of a transformers model
 deploy.py         deploy: the converted model in floats
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
@@ -19,7 +20,7 @@ gamma_schedule.py γ that moves during training
 
 from .convert import convert, revert
 from .deploy import deploy
-from .gamma_schedule import GammaSchedule, lightning_callback, trainer_callback
+from .gamma_schedule import GammaSchedule
 from .plan import Plan, plan
 
-__all__ = ["GammaSchedule", "Plan", "convert", "deploy", "lightning_callback", "plan", "revert", "trainer_callback"]
+__all__ = ["GammaSchedule", "Plan", "convert", "deploy", "plan", "revert"]

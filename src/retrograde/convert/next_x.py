@@ -67,13 +67,14 @@ class Branch(Tensor):
     unseen: Unseen
     hashes: tuple[Tensor | None, ...]
     path: str
+    changed: list[str]  # receives the names of functions that make another tensor of its shape
 
     @staticmethod
-    def of(x0: Tensor, x1: Tensor, unseen: Unseen, path: str) -> Tensor:
+    def of(x0: Tensor, x1: Tensor, unseen: Unseen, path: str, changed: list[str]) -> Tensor:
         plain = x1 - x0
         difference = plain.as_subclass(Branch)
         difference.pair = (x0, x1, (version(x0), version(x1), version(difference)))
-        difference.unseen, difference.path = unseen, path
+        difference.unseen, difference.path, difference.changed = unseen, path, changed
         difference.hashes = unseen.hashed(x0), unseen.hashed(plain)
         return difference
 
@@ -96,7 +97,8 @@ class Branch(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+        adds = func in _ADDITIONS and len(args) == 2 and not kwargs
+        if adds:
             for this, other in (args, args[::-1]):
                 if isinstance(this, Branch) and isinstance(other, Tensor) and _adds_up(this, other):
                     this.check()
@@ -107,6 +109,11 @@ class Branch(Tensor):
                     return this.next_x(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            for this in args if not adds else ():
+                if isinstance(this, Branch) and isinstance(result, Tensor) and result.shape == this.shape:
+                    if result is this and version(this) == this.pair[2][2]:
+                        return result  # as it is: of dropout in evaluation, say
+                    this.changed.append(func.__name__)
         return _plain(result)
 
 

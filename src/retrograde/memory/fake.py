@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -224,7 +225,7 @@ class PlanningMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.over:
-            raise TypeError(
+            raise RuntimeError(  # a TypeError is swallowed by `+` and its like, which then name two classes of tensors
                 f"a tensor without values is used ({func}). It was made when memory was planned on a copy of the model, and was "
                 "kept outside of the model: in a global variable, a closure or a cache. Clear that, and keep the tensor as a buffer "
                 "of its module, or plan without a budget."
@@ -333,12 +334,14 @@ def no_trace() -> Iterator[None]:
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         generators += torch.cuda.default_generators
     places = [g.get_state() for g in generators]
+    cached, parametrize._cache = parametrize._cache, {}  # a copy's are known there by the modules of the original
     log.setLevel(logging.CRITICAL)
     try:
         with torch.compiler.set_stance("force_eager"), saved_tensors_hooks(_itself, _itself):
             yield
     finally:
         log.setLevel(level)
+        parametrize._cache = cached
         random.setstate(state)
         for generator, place in zip(generators, places, strict=True):
             generator.set_state(place)
