@@ -56,9 +56,13 @@ def _options(
 
 
 @contextmanager
-def _errors_in_one_line() -> Iterator[None]:
+def _errors_in_one_line(stopped: str) -> Iterator[None]:
+    """`stopped`: how to go on after Ctrl-C."""
     try:
         yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"Stopped. {stopped}", soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
@@ -77,14 +81,14 @@ def demo(
     if quick:
         setting = demonstration.quick(setting)
     console = Console()
-    with _errors_in_one_line():
+    with _errors_in_one_line("Nothing was kept: the same command starts again, and --quick takes seconds."):
         demonstration.check_packages()
-    console.print(show.opening(setting))
-    with show.Progress(console) as progress:
-        outcome = demonstration.run(setting, progress)
-    console.print(show.table(outcome))
-    console.print(show.reading(outcome))
-    path = show.figure(outcome, out / "demo.png")
+        console.print(show.opening(setting))
+        with show.Progress(console) as progress:
+            outcome = demonstration.run(setting, progress)
+        console.print(show.table(outcome))
+        console.print(show.reading(outcome))
+        path = show.figure(outcome, out / "demo.png")
     console.print(f"Figure: {path}", soft_wrap=True, highlight=False)
 
 
@@ -103,7 +107,7 @@ def plan(
     """Show what would be converted in a model, and the memory of a training step each way, predicted."""
     from . import plan as planning
 
-    with _errors_in_one_line():
+    with _errors_in_one_line("Nothing was changed: the same command starts again."):
         planning.main(model, batch, size, gamma, budget, amp, optimizer, lora_rank, stages or [])
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..extras import require
+from ..memory.fake import PlanningMode
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Source:
         return given if given is not None or self.usual is None else min(self.usual(model), most or 2**62)
 
 
-def built(source: Source) -> tuple[nn.Module, FakeTensorMode]:
+def built(source: Source) -> tuple[nn.Module, PlanningMode]:
     """The model without values, or with values if its own code reads them."""
-    mode = FakeTensorMode()
+    mode = PlanningMode(guesses=True)
     try:
         with mode, _uninitialised():
             return source.build().train(), mode

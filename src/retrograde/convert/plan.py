@@ -245,14 +245,14 @@ def plan(
     check_example(example)
     check_settings(settings, model, example)
     args, kwargs = as_call(example)
-    with fake_copy(model, args, kwargs) as fake:
+    with fake_copy(model, args, kwargs, guesses=True) as fake:
         finding = look(fake.model, fake.kwargs or fake.args, stages, form, split)
     tried = trial(model, example, finding, settings, autocast) if isinstance(gamma, str) else None
     if tried is not None:
         settings = replace(settings, gamma=tried.nearest())
 
     def step(way: Settings, plans: Mapping[str, MemoryPlan] | None = None) -> _Way:
-        with fake_copy(model, args, kwargs) as fake:
+        with fake_copy(model, args, kwargs, guesses=True) as fake:
             place(fake.model, finding, way)
             placed = stages_of(fake.model)
             kept = _watch(fake, finding)

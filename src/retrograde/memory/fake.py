@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -217,10 +217,14 @@ class PlanningMode(FakeTensorMode):
     """The mode of one copy. Its tensors raise on use once the copy is thrown away.
 
     Otherwise code that caches a fake tensor would go on without values: gradients would vanish, or a kernel would crash.
+
+    Args:
+        guesses: where the model looks at a value, it sees False, 0.5 or 1: a mask is not causal, no layer is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guesses: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)  # tensors in closures and global variables
+        self.guesses = guesses
         self.over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,7 +234,13 @@ class PlanningMode(FakeTensorMode):
                 "kept outside of the model: in a global variable, a closure or a cache. Clear that, and keep the tensor as a buffer "
                 "of its module, or plan without a budget."
             )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if not self.guesses or func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
 def is_fake(value: Any) -> bool:
@@ -271,15 +281,19 @@ class Copy:
 
 
 @contextmanager
-def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None) -> Iterator[Copy]:
+def fake_copy(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None, guesses: bool = False
+) -> Iterator[Copy]:  # fmt: skip
     """A copy of the model and its inputs without values, in grad mode, in which every allocation is counted.
 
     User hooks do nothing in it: they may write to what is not copied. A model that has no values already is copied too.
 
     Args:
         others: objects that refer to parts of the model, to be copied with it.
+        guesses: as of `PlanningMode`.
     """
-    mode = mode_of(model) or PlanningMode()
+    given = mode_of(model)
+    mode = given or PlanningMode(guesses)
     tensors = [
         t for t in (*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))) if isinstance(t, Tensor)
     ]
@@ -300,7 +314,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         with no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
-        if isinstance(mode, PlanningMode):
+        if given is None and isinstance(mode, PlanningMode):
             mode.over = True
 
 
