@@ -17,6 +17,7 @@ from ..memory.fake import is_fake
 from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
+from ..reverse.inputs import check_input
 from .own import Own, with_spares
 from .stage import Stage
 
@@ -91,7 +92,9 @@ class Converted(Step):
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
         forward: Any = self._retrograde_class.forward
-        whole = stage.rectifies(self, x)
+        check_input(x, f"the input of {place.path}, converted to a momentum step,")
+        alone = stage.alone(self, x)
+        whole = stage.settings.form == "relu" and not alone
         if whole:
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
@@ -102,7 +105,7 @@ class Converted(Step):
         extra = Extra(args, kwargs)
         if torch.is_grad_enabled() and stage.settings.memory != "store":
             extra = with_spares(extra, place.path)
-        return stage.take(own, place.index, place.path, x, extra)
+        return stage.take(own, place.index, place.path, x, extra, alone)
 
     def extra_repr(self) -> str:
         stage: Stage = self.__dict__[PLACE].stage
