@@ -123,7 +123,7 @@ def test_threads_that_share_one_converted_model(training: bool) -> None:
 @pytest.mark.parametrize("memory", [*REPLAYING, "store"])
 def test_a_model_that_checkpoints_with_reentry_is_refused(memory: str) -> None:
     """v goes on from a segment that ran without gradients; its own gradient would be lost."""
-    with pytest.raises(rg.ReplayError, match=r"use_reentrant=True.*Turn that off"):
+    with pytest.raises(rg.ReplayError, match=r"use_reentrant=True.*turn the model's checkpointing off"):
         checkpoint_sequential(loop(memory=memory), 2, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
 
 

@@ -20,14 +20,14 @@ from retrograde.nets.resnet import (
     MomentumStage,
     RectifiedNet,
     ResNet,
-    momentum_resnet,
+    resnet,
     thin_resnet,
 )
 from retrograde.reverse.range import holders
 from retrograde_experiments.private import put_back, set_gamma, training_ranges, written
 from retrograde_experiments.train.learner import compile_blocks
 
-MODES = ["store", "checkpoint", "reverse", "auto"]
+MODES = ["store", "checkpoint", "reverse"]
 KINDS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 IMAGES = torch.randn(3, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 
@@ -152,23 +152,16 @@ def test_the_inverse() -> None:
 # which form it is ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["thin-resnet20", "thin-resnet29", "cifar-resnet18"])
-def test_forms(name: str) -> None:
-    make = partial(momentum_resnet, name)
-    for form, wanted in ((None, "relu"), ("relu", "relu"), ("block", "block")):
-        net = make(form=form)
+@pytest.mark.parametrize(
+    "make", [partial(thin_resnet, 20), partial(thin_resnet, 29), partial(resnet, 18, size="cifar")]
+)
+def test_forms(make: Callable[..., ResNet]) -> None:
+    for options, wanted in (({}, "relu"), ({"form": "relu"}, "relu"), ({"form": "block"}, "block")):
+        net = make(gamma=0.9, **options)
         assert {inner.recurrence.form for _, inner in holders(net)} == {wanted}
         assert {inner.form for _, inner in holders(net)} == {"block"}  # of the blocks themselves
         assert f"form={wanted!r}" in repr(inner(net))
-        assert list(net.state_dict()) == list(make(form="block").state_dict())
-
-
-def test_without_a_form_it_is_relu() -> None:
-    torch.manual_seed(0)
-    net = ResNet(
-        BasicBlock, (3, 6), width=4, stem="cifar", classes=3, gamma=0.9, fixed_point=rg.FixedPoint(18, torch.int32)
-    )
-    assert_same_bits(step(net), step(small("relu")))
+        assert list(net.state_dict()) == list(make(gamma=0.9, form="block").state_dict())
 
 
 class Twice(BasicBlock):
@@ -213,11 +206,6 @@ def test_blocks_of_other_classes(kind: type[BasicBlock], which: list[int], masks
         assert_same_bits(*found)
         with pytest.raises(ValueError, match=f"{kind.__name__} is not known to compute relu"):
             MomentumStage([kind(4, 4)], 0.9, form="relu")
-
-
-def test_forms_that_there_are() -> None:
-    with pytest.raises(ValueError, match="form must be one of 'block', 'relu'; got 'branch'"):
-        thin_resnet(20, gamma=0.9, form="branch")
 
 
 # blocks that are no longer as they were --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import nn
 from .adapters import KEEPS, is_chain, judge
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
+WRAPPED = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Run:
 
     Attributes:
         gamma, velocity: those that it was saved with.
+        split: its layers are several steps each, but for those that are left whole for a reason, `whole`.
         trusted: it is known what the blocks compute, by their classes or from a trial.
     """
 
@@ -38,6 +40,8 @@ class Run:
     form: str = "block"
     gamma: Any = None
     velocity: str | None = None
+    split: bool = False
+    whole: str = ""
     trusted: bool = True
 
 
@@ -74,7 +78,7 @@ def run_of(paths: Sequence[str], form: str = "block") -> Run:
     >>> run_of(["a.block", "b.block"]).name
     'a.block … b.block'
     """
-    first, last = (path.rpartition(".") for path in (paths[0], paths[-1]))
+    first, last = (path.removesuffix(f".{WRAPPED}").rpartition(".") for path in (paths[0], paths[-1]))
     if first[0] != last[0]:
         name = f"{paths[0]} … {paths[-1]}"
     else:
@@ -90,9 +94,8 @@ def find(model: nn.Module, least: int = 2) -> Finding:
     for path, container in model.named_modules():
         if not (isinstance(container, CONTAINERS) or is_chain(container)) or container in inside:
             continue
-        children = [
-            (join(path, name), child, judge(child)) for name, child in container._modules.items() if child is not None
-        ]
+        found = [unwrapped(join(path, name), child) for name, child in container._modules.items() if child is not None]
+        children = [(child_path, child, judge(child)) for child_path, child in found]
         inside.update(module for _, child, verdict in children if verdict is not None for module in child.modules())
         for keeps, group in groupby(children, key=lambda row: row[2] == KEEPS):
             verdicts = {child_path: verdict for child_path, _, verdict in group if verdict is not None}
@@ -102,6 +105,13 @@ def find(model: nn.Module, least: int = 2) -> Finding:
             short = f"a run of {len(verdicts)}, and stages begin at {least}"
             left += [Left(child_path, short if keeps else verdict, True) for child_path, verdict in verdicts.items()]
     return Finding(tuple(runs), tuple(left))
+
+
+def unwrapped(path: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """A block, and its path, inside of what `torch.distributed`'s `checkpoint_wrapper` put around it."""
+    while WRAPPED in module._modules:
+        path, module = join(path, WRAPPED), module.get_submodule(WRAPPED)
+    return path, module
 
 
 def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Finding:

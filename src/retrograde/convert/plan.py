@@ -43,11 +43,11 @@ class Row:
     Attributes:
         path: where it is.
         blocks: how many blocks it has.
-        form: "block", "branch", "relu", or "" for a block left out.
+        form: "block", "branch", "relu", or "" for a block left out; "block, 24 steps" where layers are split.
         plain: bytes that the plain model keeps of it from forward to backward.
         kept: bytes that the converted model keeps.
         mode: the memory mode, or how many blocks have which: "reverse 12, keep input 23".
-        reason: for a block left out, why.
+        reason: for a block left out, why; where layers are to be split, why some are not.
     """
 
     path: str
@@ -164,7 +164,7 @@ class Plan:
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = None, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str | int | float = "auto", loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    fixed_point: str | FixedPoint = "auto",
+    fixed_point: str | FixedPoint = "auto", split: bool = False,
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
@@ -173,8 +173,8 @@ def plan(
         example: a batch, as `measure` takes it. Only shapes and dtypes matter, unless gamma is "auto".
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, fixed_point: as in `convert`. gamma="auto" runs a copy of the model on the example, so that the
-            plan shows how far its outputs move at each γ.
+        gamma, stages, form, memory, fixed_point, split: as in `convert`. gamma="auto" runs a copy of the model on the example, so that
+            the plan shows how far its outputs move at each γ.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
@@ -190,7 +190,7 @@ def plan(
     check_settings(settings, model, example)
     args, kwargs = as_call(example)
     with fake_copy(model, args, kwargs) as fake:
-        finding = look(fake.model, fake.kwargs or fake.args, stages, form)
+        finding = look(fake.model, fake.kwargs or fake.args, stages, form, split)
     tried = trial(model, example, finding, settings, autocast) if isinstance(gamma, str) else None
     if tried is not None:
         settings = replace(settings, gamma=tried.nearest())
@@ -268,7 +268,15 @@ def _rows(finding: Finding, plain: dict[str, int], asked: _Way, order: list[str]
     rows = []
     for run in finding.runs:
         rows.append(
-            Row(run.name, len(run.blocks), run.form, plain[run.name], asked.kept[run.name], asked.modes[run.name])
+            Row(
+                run.name,
+                len(run.blocks),
+                run.form + (f", {run.steps} steps" if run.split else ""),
+                plain[run.name],
+                asked.kept[run.name],
+                asked.modes[run.name],
+                run.whole,
+            )
         )
     for left in finding.left:
         mode = asked.modes.get(left.path, "as it is")

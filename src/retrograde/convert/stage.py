@@ -37,6 +37,7 @@ from ..reverse.range import Range
 from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
+from .checkpointing import REENTRANT
 from .next_x import FSDP2, Branch, Unseen, handed_on, same
 from .own import Own, spared
 from .probe import edge_of, skips
@@ -55,6 +56,7 @@ class Settings:
     overflow: str = "raise"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
+    split: bool = False  # attention and MLP are steps of their own
 
 
 class Open:
@@ -117,6 +119,7 @@ class Stage:
         self.memo = Memo()
         self.warned = set[str]()
         self.restarted = set[int]()  # blocks at which v started anew in training
+        self.stepwise = False  # look at the range after every step, also where that makes the host wait
         self.skips: dict[str, bool | None] = {}  # of a stage that is not trusted: whether a block returns x + f(x)
         self.joined = False  # whether a block was ever given what the one before it led to
         self.last: MemoryPlan | None = None  # of the last pass
@@ -150,6 +153,7 @@ class Stage:
             "gamma": written(self.gamma),
             "form": "branch" if self.settings.form == "branch" else "block",
             "velocity": self.settings.velocity,
+            **({"split": True} if self.settings.split else {}),
         }
 
     @property
@@ -185,10 +189,13 @@ class Stage:
                 run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
             block = own if observer is None else observer.watch(run.k, own)
             x1 = run.step(block, extra, path, "block" if own.whole else None)
+            last = run.k == self.steps
+            if last:
+                self._look_back(run)
+                x1 = run.finish()
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
-        if run.k == self.steps:
-            x1 = run.finish()
+        if last:
             unseen.end()
             self._learn(run, training)
             self.open.ended = weakref.ref(x1)
@@ -235,6 +242,8 @@ class Stage:
             training=own.block.training,
             overflow=self.settings.overflow,
             most_guard=self.recurrence.most_guard,
+            stepwise=self.stepwise
+            or not torch.is_grad_enabled(),  # the model may make something of an x: no second run
         )
         kind = Signed if self.recurrence.signed else Momentum
         state = kind(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
@@ -271,19 +280,22 @@ class Stage:
                 )
             mine = entry.x()
             entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
-            if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
+            if not entry.run.tracked and mine is not None and mine.grad_fn is not None:
                 raise ReplayError(
                     f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
-                    "the model checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need "
-                    "no checkpoints."
+                    f"{REENTRANT}"
                 )
             through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
+            if mine is not x or observed(x):
+                self.stepwise = True  # in a second run, what leads to this x, or looks at it, would be lost
+                entry.run.look_back(repeatable=False)
             entry.run.resume(x, through)
             return entry
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
-                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
-                "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
+                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: a checkpoint holds it "
+                "together with something that is not converted. Let it hold whole stages, or blocks alone; or turn the model's "
+                "checkpointing off."
             )
         if index and not is_fake(x):
             self.restart(x, index, path)
@@ -368,6 +380,17 @@ class Stage:
 
         entry.x = weakref.ref(x, forget)
         passes.append(entry)
+
+    def _look_back(self, run: Pass) -> None:
+        """At the end of a pass, on an accelerator: look at its range, and run it again if it was left."""
+        run.look_back()
+        if run.ran_again:
+            self._warn(
+                "again",
+                f"stage {self.name!r} left its range on an accelerator, so its blocks were run once more, in a wider one. Its output "
+                "and gradients are right. What the model itself made in this pass of an x between two of the blocks (the "
+                "loss of an auxiliary head, say) is of the first run.",
+            )
 
     def _learn(self, run: Pass, training: bool) -> None:
         """Take note of the largest values of a pass."""

@@ -1,0 +1,258 @@
+"""Training steps stopped by signals: what they leave behind, counted.
+
+python tests/hazards/interrupted.py              # 3,000 signals for each memory mode
+python tests/hazards/interrupted.py --signals 100 --modes reverse
+
+A quarter of the signals each for small and large blocks, in a `MomentumNet` and in a converted model. Half come from an
+interval timer, half from another process. They stop a whole step, or a backward pass before which modes or parameters were
+exchanged, or whose forward pass ran under autocast. After each, everything must be as it was, except for what a whole
+forward pass would have moved, too; and the next step must have the bits of a step that was never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
+
+MODES = ("reverse", "checkpoint", "store")
+KINDS = ("step", "modes", "parameters", "autocast")
+_SENDER = """
+import os, signal, sys, time
+for line in sys.stdin:
+    time.sleep(float(line))
+    os.kill(os.getppid(), signal.SIGINT)
+    print("sent", flush=True)
+"""
+
+
+class Block(nn.Module):
+    """x + f(x) with everything that a replay must put back: running statistics, random numbers, modes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.relu(self.norm(self.conv(x))))
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def network(memory: str, converted: bool, channels: int, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    fixed = rg.FixedPoint(18, torch.int32)
+    blocks = [Block(channels) for _ in range(depth)]
+    if converted:
+        return rg.convert(nn.Sequential(*blocks), stages=["*"], memory=memory, fixed_point=fixed)
+    return rg.MomentumNet(blocks, form="block", memory=memory, fixed_point=fixed)
+
+
+class Subject:
+    """A network, what a step of it gives, and what must not change when one is stopped."""
+
+    def __init__(self, net: nn.Module, x: Tensor) -> None:
+        self.net = net
+        self.x = x
+        self.start = {name: b.clone() for name, b in net.named_buffers()}
+        self.bits = self.step()
+        self.moved = {name: b.clone() for name, b in net.named_buffers()}
+        self.values = [p.detach().clone() for p in net.parameters()]
+        self.note()
+
+    def note(self) -> None:
+        """Everything is as it should be now."""
+        self.parts = [*self.net.parameters(), *self.net.buffers()]
+        self.training = [m.training for m in self.net.modules()]
+
+    def reset(self) -> None:
+        torch.manual_seed(1)
+        self.net.zero_grad()
+        with torch.no_grad():
+            for name, b in self.net.named_buffers():
+                b.copy_(self.start[name])
+
+    def step(self) -> list[Tensor]:
+        self.reset()
+        y = self.net(self.x)
+        y.square().mean().backward()
+        return [y.detach(), *(p.grad.clone() for p in self.net.parameters() if p.grad is not None)]
+
+    def wrong(self) -> str:
+        """What is not as it was; of running statistics, what no step would have made of them."""
+        now = [*self.net.parameters(), *self.net.buffers()]
+        if any(a is not b for a, b in zip(now, self.parts, strict=True)):
+            return "exchanged"
+        if not all(map(torch.equal, self.net.parameters(), self.values)):
+            return "parameters"
+        for name, b in self.net.named_buffers():
+            if not torch.equal(b, self.start[name]) and not torch.equal(b, self.moved[name]):
+                return "statistics"
+        if [m.training for m in self.net.modules()] != self.training:
+            return "modes"
+        if not torch.is_grad_enabled():
+            return "grad mode"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return "hooks"
+        return ""
+
+    def next_step_differs(self) -> str:
+        return "" if all(map(torch.equal, self.step(), self.bits)) else "next step"
+
+
+class Stopper:
+    """Stops what is run, after a while: by a timer in this process, or from another one."""
+
+    def __init__(self) -> None:
+        self.sender = subprocess.Popen(
+            [sys.executable, "-c", _SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, job: Callable[[], Any], after: float, other_process: bool) -> bool:
+        """Whether it was stopped."""
+        stopped = True
+        try:
+            if other_process:
+                self._write(f"{after}\n")
+            else:
+                signal.setitimer(signal.ITIMER_REAL, after)
+            job()
+            stopped = False
+        except KeyboardInterrupt:
+            pass
+        except RuntimeError as error:  # out of a Function's backward in which the signal came
+            if "Interrupt" not in str(error):
+                raise
+        finally:
+            self._wait(other_process)
+        return stopped
+
+    def _write(self, line: str) -> None:
+        assert self.sender.stdin is not None
+        self.sender.stdin.write(line)
+        self.sender.stdin.flush()
+
+    def _wait(self, other_process: bool) -> None:
+        """Until no signal can come any more."""
+        while True:
+            with suppress(KeyboardInterrupt):
+                if other_process:
+                    assert self.sender.stdout is not None
+                    self.sender.stdout.readline()
+                else:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                return
+
+
+def prepared(subject: Subject, kind: str) -> Callable[[], Any]:
+    """What is to be stopped."""
+    net, x = subject.net, subject.x
+    subject.reset()
+    if kind == "step":
+        return lambda: net(x).square().mean().backward()
+    if kind == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x).float().square().mean()
+    else:
+        loss = net(x).square().mean()
+    if kind == "modes":
+        net.eval()
+    if kind == "parameters":
+        for module in net.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight = nn.Parameter(module.weight.detach().clone())
+    if kind != "autocast":
+        subject.note()
+    return loss.backward
+
+
+def stopped_passes(
+    memory: str, converted: bool, large: bool, signals: int, seed: int, stopper: Stopper
+) -> Counter[str]:
+    """How many passes were stopped, and what was wrong after them."""
+    subject = Subject(
+        network(memory, converted, *((32, 6) if large else (3, 10))), torch.randn(4, 32 if large else 3, 12, 12)
+    )
+    draw, found = random.Random(seed), Counter[str]()
+    lengths: dict[str, float] = {}
+    for kind in KINDS:
+        for _ in range(2):
+            job = prepared(subject, kind)
+            begin = time.perf_counter()
+            job()
+            lengths[kind] = time.perf_counter() - begin
+            subject.net.train()
+            subject.note()
+        if kind == "autocast":
+            autocast_moved = {name: b.clone() for name, b in subject.net.named_buffers()}
+    exact = subject.moved
+    while found["stopped"] < signals:
+        kind = draw.choice(KINDS)
+        subject.moved = autocast_moved if kind == "autocast" else exact
+        job = prepared(subject, kind)
+        places = torch.get_rng_state()
+        after = draw.uniform(1e-4, 1.1 * lengths[kind])
+        if not stopper.run(job, after, draw.random() < 0.5):
+            found["too late"] += 1
+        else:
+            found["stopped"] += 1
+        wrong = subject.wrong()
+        if not wrong and kind != "step" and not torch.equal(torch.get_rng_state(), places):
+            wrong = "random numbers"
+        subject.net.train()
+        subject.note()
+        wrong = wrong or subject.next_step_differs()
+        found["corrupt"] += bool(wrong)
+        if wrong:
+            found[f"{wrong} after {kind}"] += 1
+            subject = Subject(network(memory, converted, *((32, 6) if large else (3, 10))), subject.x)
+            exact = subject.moved
+            while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--signals", type=int, default=3000, help="for each memory mode")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.unraisablehook = lambda *_: None  # a signal inside of a destructor
+    for number in (signal.SIGALRM, signal.SIGINT):
+        signal.signal(number, stop)
+    stopper, corrupt = Stopper(), 0
+    for memory in options.modes:
+        total = Counter[str]()
+        for at, (converted, large) in enumerate([(False, False), (False, True), (True, False), (True, True)]):
+            total += stopped_passes(memory, converted, large, options.signals // 4, options.seed + at, stopper)
+        corrupt += total["corrupt"]
+        print(f"{memory}: {total['stopped']} stopped, {total['corrupt']} corrupt", dict(total), flush=True)
+    stopper.sender.kill()
+    return int(corrupt > 0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
