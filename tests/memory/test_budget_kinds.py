@@ -46,7 +46,9 @@ def written_out(x: Tensor, qkv: nn.Module, out: nn.Module) -> Tensor:
 def rotary(x: Tensor, qkv: nn.Module, out: nn.Module) -> Tensor:
     q, k, v = heads(x, qkv)
     angle = torch.arange(x.shape[1])[:, None] / torch.arange(1, 9)
-    turn = lambda t: torch.cat([t[..., :8] * angle.cos() - t[..., 8:] * angle.sin(), t[..., 8:] * angle.cos() + t[..., :8] * angle.sin()], -1)
+    turn = lambda t: torch.cat(
+        [t[..., :8] * angle.cos() - t[..., 8:] * angle.sin(), t[..., 8:] * angle.cos() + t[..., :8] * angle.sin()], -1
+    )
     mixed = F.scaled_dot_product_attention(turn(q).to(v.dtype), turn(k).to(v.dtype), v, is_causal=True)
     return out(mixed.transpose(1, 2).flatten(2))
 
