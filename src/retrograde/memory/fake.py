@@ -85,8 +85,8 @@ class Meter(TorchDispatchMode):
 
 
 def _convolution(args: Any, out: Any, backward: bool) -> int:
-    """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay as they
-    are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
+    """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay
+    as they are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
     """
     y, x, weight = args[:3] if backward else (out, *args[:2])
     if x.device.type != "cpu" or math.prod((*weight.shape[2:], *args[3 + backward])) == 1:
@@ -101,7 +101,7 @@ def _in_blocks(t: Tensor) -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> int:
-    """Of bfloat16 on a CPU: each thread has factors and output in blocks, at most 96 kB of them; the first factor again if transposed."""
+    """Of bfloat16 on a CPU: each thread has factors and output in blocks, up to 96 kB; a transposed first factor twice."""
     if a.device.type != "cpu" or a.dtype != torch.bfloat16:
         return 0
     (m, k), n = a.shape[-2:], b.shape[-1]
@@ -169,8 +169,8 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "_scaled_dot_product_efficient_attention_backward": _of_queries,
     "_scaled_dot_product_cudnn_attention_backward": _of_queries,
 }  # fmt: skip
-"""By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds up
-the gradient of its queries in float32."""
+"""By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds
+up the gradient of its queries in float32."""
 INSIDE: dict[Any, Callable[[Any, Any], int]] = {}
 for _name, _of in _INSIDE.items():
     _packet, _, _overload = _name.partition(".")
