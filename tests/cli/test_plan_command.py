@@ -96,7 +96,9 @@ def test_wrong_options_are_named(option: list[str]) -> None:
 def small_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with its config."""
     folder = tmp_path_factory.mktemp("gpt2")
-    require("transformers").GPT2Config(n_embd=32, n_layer=8, n_head=2, n_positions=256, vocab_size=100).save_pretrained(folder)
+    require("transformers").GPT2Config(
+        n_embd=32, n_layer=8, n_head=2, n_positions=256, vocab_size=100, bos_token_id=0, eos_token_id=0
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -114,7 +116,9 @@ def test_a_folder_with_a_config(small_gpt2: str) -> None:
 
 
 def test_adapters_of_a_rank_are_all_that_is_trained(small_gpt2: str) -> None:
-    whole, adapters = (CliRunner().invoke(app, ["plan", small_gpt2, *more]).output for more in ([], ["--lora-rank", "2"]))
+    whole, adapters = (
+        CliRunner().invoke(app, ["plan", small_gpt2, *more]).output for more in ([], ["--lora-rank", "2"])
+    )
     gradients = [re.search(r"gradients ([\d.]+) kB", output) for output in (whole, adapters)]
     assert gradients[1] is not None, adapters
     assert gradients[0] is None or float(gradients[0][1]) > 5 * float(gradients[1][1])

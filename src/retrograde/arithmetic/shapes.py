@@ -22,9 +22,6 @@ def advance(
     before: Tensor | None = None, over: int = 0,
 ) -> None:  # fmt: skip
     _step(x, y, out)
-    if x.device.type == "cpu":  # a step that leaves the range is taken again: its output, and the state in two ranges
-        again = [torch.empty_like(x) for _ in range(4)]
-        del again
 
 
 def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
