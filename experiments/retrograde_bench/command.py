@@ -86,7 +86,9 @@ def measure(
     except ValueError as error:
         raise SystemExit(str(error)) from error
     except KeyboardInterrupt:
-        typer.echo(f"\nStopped. {len(rows)} rows are in {out}; the cases after them: --cases NAME (retrograde bench list).")
+        typer.echo(
+            f"\nStopped. {len(rows)} rows are in {out}; the cases after them: --cases NAME (retrograde bench list)."
+        )
         raise SystemExit(130) from None
 
 
