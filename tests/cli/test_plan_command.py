@@ -70,7 +70,7 @@ def test_a_model_of_ones_own(stage: list[str], tmp_path: Path, monkeypatch: pyte
     assert shown.output.splitlines()[0].startswith("converting ")
     named = ", stages=['blocks']" if stage else ""
     assert f"rg.convert(model, gamma=0.5{named}, memory=" in shown.output
-    assert "largest" in shown.output
+    assert "max batch" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
 
 
@@ -103,13 +103,13 @@ def small_gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_folder_with_a_config(small_gpt2: str) -> None:
-    arguments = ["plan", small_gpt2, "--batch", "8", "--budget", "14MB", "--optimizer", "adamw"]
+    arguments = ["plan", small_gpt2, "--batch", "8", "--budget", "60MB", "--optimizer", "adamw"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert shown.output.startswith("converting "), shown.output
+    assert shown.output.startswith("checkpointing is as good here: the peak is outside of the stages"), shown.output
     assert all(len(line) <= 80 for line in shown.output.splitlines())
-    (header,) = (line for line in shown.output.splitlines() if "largest batch" in line)
-    assert "largest" in header.split("largest batch")[1]
+    (header,) = (line for line in shown.output.splitlines() if "max batch" in line)
+    assert header.endswith("max length")
     assert "adamw " in shown.output
     most = [int(line.split()[-1]) for line in shown.output.splitlines() if line.startswith(("plain ", "auto "))]
     assert 0 < most[0] < most[1] <= 256

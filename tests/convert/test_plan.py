@@ -322,7 +322,7 @@ def test_every_line_fits_80_columns() -> None:
             self.inner = names
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = names["a_part_of_the_model_with_a_long_name"]["and_another_one_within_that"](x)
+            y: torch.Tensor = self.inner["a_part_of_the_model_with_a_long_name"]["and_another_one_within_that"](x)
             return y
 
     for plan in (rg.plan(Model(), torch.randn(8, 64, 32), memory=7_000_000), planned("resnet")):

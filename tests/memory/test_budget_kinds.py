@@ -183,7 +183,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm, both ways": (lambda: First(nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)), SERIES),
     "lstm, two layers": (lambda: First(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), SERIES),
     "gru": (lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)), (16, 12, WIDTH)),
-    "rnn": (lambda: First(nn.RNN(WIDTH, WIDTH, batch_first=True)), (16, 12, WIDTH)),
     "lstm cell": (lambda: Of(cell_by_cell, cell=nn.LSTMCell(WIDTH, WIDTH)), SERIES),
     "scan": (lambda: Of(scanned, up=linear()), SERIES),
     "fft": (lambda: Of(mixed_by_fft, up=linear()), SERIES),

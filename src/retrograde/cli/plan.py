@@ -66,11 +66,11 @@ def main(
         made = replace(made, room=available - (totals["plain"] - made.peaks["plain"].peak))
         other = batch // 2 if batch > 3 else 2 * batch  # a second batch shows how memory grows with the batch
         batches = {other: needed(planned(other, size)), batch: totals}
-        columns["largest batch"] = _largest(batches, available)
+        columns["max batch"] = _largest(batches, available)
         if size is not None and chosen.sizes:
             try:
                 sizes = {n: needed(planned(batch, n)) for n in (size // 4, size // 2)} | {size: totals}
-                columns[f"largest {chosen.sizes}"] = _largest(sizes, available, chosen.most(model))
+                columns[f"max {chosen.sizes}"] = _largest(sizes, available, chosen.most(model))
             except ValueError:  # a model of one size: there is nothing to say
                 pass
     header, *rows = made.summary()

@@ -93,6 +93,8 @@ def _convolution(args: Any, out: Any, backward: bool) -> int:
         return 0
     inside = _in_blocks(y) + _in_blocks(x if x.shape[1] > 3 else y)
     inside += (1 if weight.is_contiguous() else 1 + backward) * weight.numel()
+    if x.dim() == 3 and not x.is_contiguous():
+        inside += x.numel() + backward * y.numel()
     return int(x.element_size()) * inside
 
 
@@ -158,6 +160,7 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "div.Tensor": _promoted,
     "mean.dim": _averaged,
     "abs": lambda args, out: _on_cpu(args[0]) if args[0].is_complex() else 0,
+    "upsample_nearest2d": lambda args, out: _on_cpu(args[0]) + _on_cpu(out),
     "native_batch_norm_backward": lambda args, out: _on_cpu(args[1]),
     "linalg_matrix_exp": lambda args, out: _on_cpu(args[0], 12.5),
     "_fft_r2c": lambda args, out: _on_cpu(args[0]),
