@@ -68,19 +68,27 @@ def paper() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def found_results() -> list[Path]:
+    """Where runs are: those that `retrograde reproduce` wrote below this folder, then those kept in the repository."""
+    own = [Path("out") / "results" / preset for preset in ("paper", "default", "smoke")]
+    return [*filter(Path.is_dir, own), default_results()]
+
+
 def default_results() -> Path:
     """The runs kept in the repository, beside this package."""
     return Path(__file__).parents[1] / "results"
 
 
-def rows(results: Path) -> list[Row]:
-    """All experiments, in the paper's order. A run of NAME is the folder NAME in `results`."""
-    if not results.is_dir():
-        raise ExperimentError(
-            f"there is no folder {results}. Give the folder that holds a folder of each run: --results DIR."
-        )
+def rows(*results: Path) -> list[Row]:
+    """All experiments, in the paper's order. A run of NAME is the folder NAME in the first of `results` that has it."""
+    for folder in results:
+        if not folder.is_dir():
+            raise ExperimentError(
+                f"there is no folder {folder}. Give the folder that holds a folder of each run: --results DIR."
+            )
     said = paper()
-    return [_row(name, said[name], results / name) for name in MODULES]
+    ran = {name: [folder / name for folder in results if (folder / name / CONFIG).exists()] for name in MODULES}
+    return [_row(name, said[name], (ran[name] or [results[0] / name])[0]) for name in MODULES]
 
 
 def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
@@ -134,9 +142,9 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def write(out: Path, results: Path) -> tuple[Path, Path]:
+def write(out: Path, *results: Path) -> tuple[Path, Path]:
     """Write the page to `out` and the Markdown beside it. Figures of the Markdown are referred to where they are."""
-    table = rows(results)
+    table = rows(*results)
     text = out.with_suffix(".md")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -183,6 +183,9 @@ def main(arguments: list[str] | None = None, prog: str = "retrograde train") -> 
         result = train(setting)
     except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        raise SystemExit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print(
             f"test loss {result['test_loss']:.4f}, accuracy {result['accuracy']:.2f} %; weights in {setting.out}/net.safetensors"
