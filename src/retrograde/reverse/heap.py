@@ -30,23 +30,23 @@ def give_back(x: Tensor) -> None:
     if _passed < LOOK_EVERY or x.device.type != "cpu":
         return
     _passed = 0
-    trim = _malloc_trim()
+    trim = malloc_trim()
     if trim is None:
         return
-    resident = _resident()
-    if resident <= _least + GROWTH + 16 * x.nbytes:
-        _least = min(_least, resident)
+    now = resident()
+    if now <= _least + GROWTH + 16 * x.nbytes:
+        _least = min(_least, now)
         return
     trim(0)
     _least = NEVER_SEEN  # the next look sees what blocks take at a time, which was given back, too
 
 
 @cache
-def _malloc_trim() -> Any:
+def malloc_trim() -> Any:
     """glibc's; None where there is none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if _RESIDENT.exists() else None
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(_RESIDENT.read_bytes().split()[1]) * PAGESIZE
