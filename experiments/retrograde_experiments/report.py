@@ -116,7 +116,7 @@ def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
         name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
         _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)), done, total,
         missing(experiment, config, records),
-        figure if figure.exists() else None,
+        figure if figure.is_file() and not figure.is_symlink() else None,  # a link may lead to anything of the reader's
     )  # fmt: skip
 
 
@@ -180,8 +180,8 @@ def markdown(table: list[Row], base: Path) -> str:
             lines += ["| | paper | ours | should be | |", "|---|---|---|---|---|"]
             lines += ["| " + " | ".join(_cell(c) for c in cells) + " |" for cells in _cells(row)]
             lines.append("")
-        lines += [f"- {label}: {value}" for label, value in _facts(row)]
-        lines.append(f"- command: `{row.command}`")
+        lines += [f"- {label}: {_inert(value) if label == 'run' else value}" for label, value in _facts(row)]
+        lines.append(f"- command: `{' '.join(row.command.replace('`', '').split())}`")
         if row.figure is not None:
             lines += ["", f"![{row.paper['title']}]({_relative(row.figure, base)})"]
     return "\n".join(lines) + "\n"
@@ -216,6 +216,11 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if "differs" in row.paper:
         facts.append(("what differs", row.paper["differs"]))
     return [*facts, ("run", f"{row.when}, {row.where}, {row.took}")]
+
+
+def _inert(text: str) -> str:
+    """What a file says, without meaning to Markdown: no tags, links or lines of its own."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("[", "\\[").split())
 
 
 # HTML
