@@ -38,16 +38,20 @@ class Checkpoint:
 
     def __init__(self, path: Path, every: float = 20.0) -> None:
         self.path, self.every = path, every
-        self._saved = time.monotonic()
+        self._begun = self._saved = time.monotonic()
 
     def due(self) -> bool:
         """Whether the last state is long enough ago that another is worth the time."""
         return time.monotonic() - self._saved >= self.every
 
+    def seconds(self) -> float:
+        """Spent on the unit so far, those before an interruption included."""
+        return time.monotonic() - self._begun
+
     def save(self, state: dict[str, Any]) -> None:
         """Keep a state, of tensors, numbers, strings, lists and dicts, in place of the last."""
         data = io.BytesIO()
-        torch.save(state, data)
+        torch.save({"state": state, "seconds": self.seconds()}, data)
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, data.getvalue())
@@ -62,12 +66,15 @@ class Checkpoint:
         if not self.path.exists():
             return None
         try:
-            return torch.load(self.path, map_location=device, weights_only=True)
+            held = torch.load(self.path, map_location=device, weights_only=True)
+            state, seconds = held["state"], held["seconds"]
         except Exception as error:  # torch raises many kinds for a damaged file
             raise ExperimentError(
                 f"the checkpoint {self.path} is damaged ({type(error).__name__}: {error}). Delete it to begin this unit "
                 "anew; finished units are kept."
             ) from error
+        self._begun -= seconds
+        return state
 
     def delete(self) -> None:
         self.path.unlink(missing_ok=True)

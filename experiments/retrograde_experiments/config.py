@@ -13,26 +13,42 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ExperimentError, suggestion
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PRESETS = ("smoke", "default", "paper")
 
 
-class Config(Protocol):
-    """What every experiment's frozen dataclass offers."""
+@dataclass(frozen=True)
+class Settings:
+    """What every experiment's config derives from. A config without arguments is the paper's."""
 
-    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+    decisive: ClassVar[tuple[str, ...]] = ()
+    """Settings in which a run must agree with the paper's to reproduce or to contradict it; else it shows its claims in part."""
 
     @classmethod
-    def smoke(cls) -> Any: ...
+    def paper(cls) -> Self:
+        """The paper's setting."""
+        return cls()
+
     @classmethod
-    def default(cls) -> Any: ...
-    @classmethod
-    def paper(cls) -> Any: ...
+    def default(cls) -> Self:
+        """Minutes; `setting()` says what it leaves out."""
+        return cls()
+
     def setting(self) -> str:
         """The setting in a sentence, for the report: sizes, repeats, and what differs from the paper's."""
+        raise NotImplementedError
+
+    def departs(self) -> list[str]:
+        """The decisive settings that are not the paper's."""
+        paper = type(self).paper()
+        return [name for name in self.decisive if getattr(self, name) != getattr(paper, name)]
 
 
 def preset(kind: type[Any], name: str) -> Any:

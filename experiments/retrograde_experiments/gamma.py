@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,17 +28,16 @@ from .data.batches import Resident
 from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
-from .style import canvas
+from .style import BLUE, ORANGE, canvas
 from .train import Learner, Recipe, build
 from .train.branches import sizes
 from .train.learner import fast
-from .train.models import FORMS
 from .train.schedule import efolds
-from .train.unit import keep_weights, kept_weights, small_set, trained
+from .train.unit import Training, keep_weights, kept_weights, small_set, trained
 
 NEARLY_ONE = 0.9999
 LOOKED_AT = 256  # test images on which the sizes of f and x are taken
-ENDS = ("#6b7280", "#ea580c")  # colours of the networks trained with the least and with the largest γ
+ENDS = (BLUE, ORANGE)  # colours of the networks trained with the least and with the largest γ
 BARS = {"plain": 3, "refit": 1}  # of accuracy lost at most, in %
 # Open markers around closed ones where two curves are the same.
 LOOKS: dict[str, dict[str, Any]] = {
@@ -50,30 +49,19 @@ WAYS = {"as it is": ("plain", ":"), "statistics anew": ("statistics", "--"), "re
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Training):
+    decisive: ClassVar[tuple[str, ...]] = (
+        "data", "model", "residual", "trained", "velocity", "epochs", "refit", "batch", "rate", "schedule", "weight_decay", "limit",
+    )  # fmt: skip
+
     data: str = "cifar10"
     model: str = "resnet101"
-    residual: str = "branch"
     gammas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
     trained: tuple[float, ...] = ()  # of `gammas`; none: all of them
     velocity: str = "zero"
     memory: str = "auto"
-    epochs: int = 220
     refit: int = 20
-    batch: int = 128
-    rate: float = 0.01
-    schedule: str = "multistep"
-    milestones: tuple[int, ...] = (180,)
-    weight_decay: float = 5e-4
     refit_rate: float = 0.001
-    amp: str = "off"
-    channels_last: bool = True
-    limit: int | None = None
-    repeats: int = 1
-
-    @classmethod
-    def paper(cls) -> Config:
-        return cls()
 
     @classmethod
     def default(cls) -> Config:
@@ -90,18 +78,13 @@ class Config:
         )  # fmt: skip
 
     def setting(self) -> str:
-        smaller = "" if self == Config.paper() else " The paper: ResNet-101, 220 epochs, refit of 20."
-        velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}[
-            self.velocity
-        ]
+        velocity = {"zero": "0", "first": "f(x₀) of the first block", "learned": "f(x₀) of a block of its own"}
         one = "literal: f has the factor 0" if self.residual == "branch" else f"run as {NEARLY_ONE}"
         refit = f"refit of {self.refit} epochs (rate {self.refit_rate:g} falling to 0)" if self.refit else "no refit"
+        decay = efolds(_recipe(self, "trained"), 50_000 // self.batch)
         return (
-            f"{self.model} on {self.data}, {FORMS[self.residual]}, v₀ = {velocity}, {self.epochs} epochs of batch "
-            f"{self.batch} (rate {self.rate:g}, {self.schedule}, weight decay {self.weight_decay:g}: a parameter without gradient "
-            f"decays by {efolds(_recipe(self, 'trained'), 50_000 // self.batch):.1f} e-folds), "
-            f"{refit}, AMP {self.amp}, {self.repeats} seed(s); "
-            f"γ = 1 is {one}.{smaller}"
+            f"{self.model} on {self.data}, v₀ = {velocity[self.velocity]}, {self.trained_as()} (a parameter without gradient decays "
+            f"by {decay:.1f} e-folds), {refit}; γ = 1 is {one}. The paper: ResNet-101, 220 epochs, refit of 20."
         )
 
     def all_trained(self) -> tuple[float, ...]:
@@ -160,14 +143,8 @@ def run_as(config: Config, gamma: float) -> float:
 
 
 def _recipe(config: Config, phase: str) -> Recipe:
-    common: dict[str, Any] = {
-        "batch": config.batch, "amp": config.amp, "channels_last": config.channels_last, "weight_decay": config.weight_decay,
-    }  # fmt: skip
-    if phase == "refit":
-        return Recipe(epochs=config.refit, rate=config.refit_rate, schedule="cosine", **common)
-    return Recipe(
-        epochs=config.epochs, rate=config.rate, schedule=config.schedule, milestones=config.milestones, **common
-    )
+    refit = {"epochs": config.refit, "rate": config.refit_rate, "schedule": "cosine"} if phase == "refit" else {}
+    return config.recipe(**refit)
 
 
 def _tested(

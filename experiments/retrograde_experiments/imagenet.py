@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,40 +21,40 @@ from .findings import Finding, spread
 from .metrics import Key, Record
 from .run import Context
 from .style import COLOURS, canvas
-from .train import Recipe, build
-from .train.models import FORMS
-from .train.unit import parameters, small_set, trained
+from .train import build
+from .train.unit import Training, parameters, small_set, trained
 
 NETS = {
     "resnet": "ResNet", "momentum": "Momentum, v₀ = 0", "momentum-first": "Momentum, v₀ = f(x₀)", "revnet": "RevNet",
 }  # fmt: skip
-TINTS = {**COLOURS, "momentum-first": "#b45309"}
+PAPERS = {"resnet": 22, "momentum": 23, "momentum-first": 23, "revnet": 23}  # the paper's errors, %
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Training):
+    decisive: ClassVar[tuple[str, ...]] = (
+        "data",
+        "depth",
+        "residual",
+        "gamma",
+        "size",
+        "epochs",
+        "batch",
+        "rate",
+        "schedule",
+    )
+
     data: str = "imagenet"
     depth: int = 101
-    residual: str = (
-        "branch"  # of the momentum networks: the paper's published form, or "relu", He's; the ResNet is He's
-    )
     gamma: float = 0.9
     memory: str = "auto"
     size: int = 224
     epochs: int = 100
     batch: int = 256
     rate: float = 0.1
-    schedule: str = "multistep"
     milestones: tuple[int, ...] = (30, 60, 90)
     weight_decay: float = 1e-4
-    amp: str = "off"
-    channels_last: bool = True
     workers: int = 12
-    repeats: int = 1
-
-    @classmethod
-    def paper(cls) -> Config:
-        return cls()
 
     @classmethod
     def default(cls) -> Config:
@@ -67,16 +67,10 @@ class Config:
         )
 
     def setting(self) -> str:
-        smaller = "" if self == Config.paper() else " The paper: depth 101, 100 epochs of batch 256."
         return (
-            f"Depth {self.depth}, {self.data} at {self.size}×{self.size}, {self.epochs} epochs, batch {self.batch}, SGD 0.9, "
-            f"rate {self.rate:g} ({self.schedule}), weight decay {self.weight_decay:g}, γ = {self.gamma:g}, {FORMS[self.residual]}, "
-            f"AMP {self.amp}, {self.repeats} seed(s).{smaller}"
+            f"Depth {self.depth}, {self.data} at {self.size}×{self.size}, γ = {self.gamma:g}, {self.trained_as()}. "
+            "The paper: depth 101, 100 epochs of batch 256."
         )
-
-    def recipe(self) -> Recipe:
-        names = ("epochs", "batch", "rate", "schedule", "milestones", "weight_decay", "amp", "channels_last")
-        return Recipe(**{name: getattr(self, name) for name in names})
 
 
 def units(config: Config) -> list[Key]:
@@ -127,7 +121,7 @@ def figure(config: Config, records: list[Record]) -> Any:
     for record in records:
         net = record["net"]
         label = f"{NETS[net]}: {record['error'][-1]:.2f} %" if record["seed"] == 0 else None
-        axis.plot(range(1, len(record["error"]) + 1), record["error"], color=TINTS[net], label=label)
+        axis.plot(range(1, len(record["error"]) + 1), record["error"], color=COLOURS[net], label=label)
     axis.set(xlabel="epoch", ylabel="top-1 error, %", title=f"{config.data}, depth {config.depth}")
     axis.legend(fontsize=8)
     return picture
@@ -138,5 +132,6 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     for net, name in NETS.items():
         errors = [r["error"][-1] for r in records if r["net"] == net]
         if errors:
-            found.append(Finding(f"top-1 error, {name}", spread(errors, ".2f", " %")))
+            met = abs(sum(errors) / len(errors) - PAPERS[net]) <= 1
+            found.append(Finding(f"top-1 error, {name}", spread(errors, ".2f", " %"), f"{PAPERS[net]} ± 1 %", met))
     return found

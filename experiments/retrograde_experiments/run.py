@@ -7,7 +7,6 @@ also run several at a time, in processes that share the device (`jobs`): small n
 from __future__ import annotations
 
 import datetime
-import io
 import multiprocessing
 import os
 import time
@@ -26,10 +25,10 @@ import retrograde
 from .checkpoint import FOLDER, Checkpoint
 from .config import from_json, to_json
 from .errors import ExperimentError
-from .hardware import hardware
+from .hardware import commit, hardware
 from .metrics import Key, Metrics, Record, named, read_config, read_metrics, write_atomic, writing
 from .progress import Lines, Progress
-from .style import styled
+from .style import save, styled
 
 if TYPE_CHECKING:
     from .registry import Experiment
@@ -134,9 +133,8 @@ class _Task:
 
         experiment, out = load(self.name), Path(self.out)
         context = Context(available(self.device), progress, _checkpoint(out, unit, self.every), out)
-        start = time.perf_counter()
         values = experiment.measure(from_json(experiment.Config, self.config), unit, context)
-        return values, time.perf_counter() - start
+        return values, context.checkpoint.seconds()
 
     def alone(self, unit: Key) -> tuple[dict[str, Any], float]:
         """`work` in a process of a pool."""
@@ -187,11 +185,12 @@ def draw(out: Path) -> Path:
     experiment = load(stored["experiment"])
     if not records:
         raise ExperimentError(f"{out} has no finished unit to draw.")
-    config, drawn = from_json(experiment.Config, stored["config"]), io.BytesIO()
+    config = from_json(experiment.Config, stored["config"])
     with styled():
-        experiment.figure(config, records).savefig(drawn, dpi=150, format="png", metadata={"Software": None})
-    with writing(out / FIGURE):
-        write_atomic(out / FIGURE, drawn.getvalue())
+        drawn = save(experiment.figure(config, records), Path(FIGURE).stem)
+    for name, data in drawn.items():
+        with writing(out / name):
+            write_atomic(out / name, data)
     return out / FIGURE
 
 
@@ -241,5 +240,5 @@ def _checkpoint(out: Path, unit: Key, every: float | None) -> Checkpoint:
 def _when_and_where(device: str, seconds: float) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(), "seconds": round(seconds, 3), "hardware": hardware(device),
-        "torch": torch.__version__, "retrograde": retrograde.__version__,
+        "torch": torch.__version__, "retrograde": retrograde.__version__, "commit": commit(),
     }  # fmt: skip

@@ -126,8 +126,8 @@ class Dies(Quiet):
     [
         (dynamics, {"net": "momentum", "seed": 0}, 7),
         (rings, {"net": "momentum", "seed": 0}, 7),
-        (lista, {"net": "momentum", "depth": 3, "seed": 0}, 5),
-        (lista, {"net": "revnet", "depth": 2, "seed": 0}, 5),
+        (lista, {"net": "momentum", "depth": 3}, 5),
+        (lista, {"net": "revnet", "depth": 2}, 5),
     ],
 )
 def test_each_trained_unit_resumes_to_the_same_bits(module, unit, after: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -1,9 +1,10 @@
-"""Training as a unit of an experiment: checkpoints, progress and learning curve by the framework's means."""
+"""Training as a unit of an experiment: its settings, checkpoints, progress and learning curve by the framework's means."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import Settings
 from ..data import Images, data_dir, load
 from ..data.batches import Source
 from ..errors import ExperimentError
@@ -18,9 +20,43 @@ from ..metrics import write_atomic, writing
 from ..run import Context
 from .fit import fit
 from .learner import Learner
+from .models import FORMS
 from .setting import Recipe
 
 Curve = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """Settings that the experiments on images share; the values are the paper's for CIFAR. `recipe` hands the trainer those it knows.
+
+    `residual` is the form of the momentum networks: "branch", the paper's published one, or "relu", He's. The ResNet is He's.
+    """
+
+    residual: str = "branch"
+    epochs: int = 220
+    batch: int = 128
+    rate: float = 0.01
+    schedule: str = "multistep"
+    milestones: tuple[int, ...] = (180,)
+    weight_decay: float = 5e-4
+    amp: str = "off"
+    channels_last: bool = True
+    limit: int | None = None  # training images
+    repeats: int = 1
+
+    def recipe(self, **changes: Any) -> Recipe:
+        mine = {f.name for f in fields(self)} & {f.name for f in fields(Recipe)}
+        return Recipe(**{**{name: getattr(self, name) for name in mine}, **changes})
+
+    def trained_as(self) -> str:
+        """The part of `setting` about the training."""
+        at = ", ".join(map(str, self.milestones))
+        falls = f"÷10 at epoch {at}" if self.schedule == "multistep" else self.schedule
+        return (
+            f"{FORMS[self.residual]}, {self.epochs} epochs of batch {self.batch}, SGD 0.9, rate {self.rate:g} ({falls}), "
+            f"weight decay {self.weight_decay:g}, AMP {self.amp}, {self.repeats} seed{'s' * (self.repeats != 1)}"
+        )
 
 
 def small_set(name: str) -> Images:

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..memory.fake import is_fake
 from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
+from ..reverse.inputs import check_input
 from .checkpointing import directly, outside_checkpoints
 from .own import Own, with_spares
+from .split import Part, Parts, parts_of
 from .stage import Stage
+from .sums import Whole
 
 PLACE = "_retrograde_place"
 
@@ -32,6 +35,7 @@ class Place:
     index: int
     path: str
     keyword: str  # the name of x among the parameters of the block's forward
+    steps: int = 1  # how many it takes: of a layer in parts, several
 
 
 class Derived:
@@ -88,8 +92,15 @@ class Converted(Step):
             x = kwargs.pop(keyword)
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
+        check_input(x, f"the input of {place.path}, converted to a momentum step,")
+        extra, alone = Extra(args, kwargs), stage.alone(self, x)
+        if (args or kwargs) and torch.is_grad_enabled() and stage.settings.memory != "store":
+            extra = with_spares(extra, place.path)
+        if place.steps > 1 and (torch.is_grad_enabled() or not alone):
+            with outside_checkpoints():
+                return run_in_parts(self, place, x, extra)
         forward: Any = self._retrograde_class.forward
-        whole = stage.rectifies(self, x)
+        whole = stage.settings.form == "relu" and not alone
         if whole:
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
@@ -97,11 +108,8 @@ class Converted(Step):
         if stage.settings.compile is not None and not is_fake(x):
             forward = compiled(forward, stage.settings.compile)
         own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
-        extra = Extra(args, kwargs)
-        if torch.is_grad_enabled() and stage.settings.memory != "store":
-            extra = with_spares(extra, place.path)
         with outside_checkpoints():
-            return stage.take(own, place.index, place.path, x, extra)
+            return stage.take(own, place.index, place.path, x, extra, alone)
 
     @property
     def _gradient_checkpointing_func(self) -> Any:
@@ -117,6 +125,40 @@ class Converted(Step):
         note = f"{stage.name}: checkpointed" if stage.checkpointed else f"{stage.name}: momentum, gamma={stage.gamma}"
         own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
         return ", ".join(filter(None, (own, note)))
+
+
+def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
+    """Attention, then MLP: a step each."""
+    stage = place.stage
+
+    def take(k: int, part: Part, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = part.run
+        if stage.settings.compile is not None and not is_fake(x):
+            run = compiled(run, stage.settings.compile)
+        own = Own(block, run, None, uses=part.uses)
+        return stage.take(
+            own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs), stage.alone(block, x)
+        )
+
+    return now_in_parts(block, place).walk(take, block, x, extra.args, extra.kwargs)
+
+
+def now_in_parts(block: Any, place: Place) -> Parts:
+    """The parts of a layer; raise if they are others than when it was converted."""
+    try:
+        parts = parts_of(block, block._retrograde_class)
+    except Whole as why:
+        raise RuntimeError(
+            f"{place.path} was split when it was converted, and cannot be any more: {why}. {_AGAIN}"
+        ) from why
+    if parts.steps != place.steps:
+        raise RuntimeError(
+            f"{place.path} was {place.steps} steps when it was converted, and is {parts.steps} now. {_AGAIN}"
+        )
+    return parts
+
+
+_AGAIN = "rg.revert(model) and rg.convert it again after such a change."
 
 
 def branch_now(block: Any, place: Place, alone: bool) -> Any:
@@ -173,9 +215,9 @@ def place_of(module: nn.Module) -> Place | None:
     return place
 
 
-def install(module: nn.Module, stage: Stage, index: int, path: str) -> None:
-    """Make the module a step of the stage. It must have passed `check`."""
-    module.__dict__[PLACE] = Place(stage, index, path, input_name(module))
+def install(module: nn.Module, stage: Stage, index: int, path: str, steps: int = 1) -> None:
+    """Make the module a step of the stage, or several. It must have passed `check`."""
+    module.__dict__[PLACE] = Place(stage, index, path, input_name(module), steps)
     module.__class__ = derived_class(Converted, type(module))
 
 

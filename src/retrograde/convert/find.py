@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,13 @@ WRAPPED = "_checkpoint_wrapped_module"
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with."""
+    """Blocks that follow one another: a stage to be.
+
+    Attributes:
+        gamma, velocity: those that it was saved with.
+        split: its layers are several steps each, but for those that are left whole for a reason, `whole`.
+        trusted: it is known what the blocks compute, by their classes or from a trial.
+    """
 
     name: str
     blocks: tuple[str, ...]
@@ -34,6 +40,9 @@ class Run:
     form: str = "block"
     gamma: Any = None
     velocity: str | None = None
+    split: bool = False
+    whole: str = ""
+    trusted: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     modules = dict(model.named_modules())
     every = dict(model.named_modules(remove_duplicate=False))  # a block that occurs again has another path there
-    runs = []
+    runs: list[Run] = []
     for pattern in patterns:
         matches = _matches(pattern, modules)
         containers = [path for path in matches if isinstance(modules[path], CONTAINERS)]
@@ -124,8 +133,9 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
             if not group:
                 raise ValueError(f"stage {pattern!r} is empty.")
             runs.append(run_of(group, form))
-    for run in runs:
+    for k, run in enumerate(runs):
         verdicts = {path: judge(every[path]) for path in run.blocks}
+        runs[k] = replace(run, trusted=form == "block" and None not in verdicts.values())
         rest = [path for path, verdict in verdicts.items() if verdict in (None, KEEPS)]
         for path, verdict in verdicts.items():
             if path not in rest:

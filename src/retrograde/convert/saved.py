@@ -40,7 +40,7 @@ def write(model: nn.Module) -> None:
                 record = {"blocks": short([path[len(inside) :] for path in listed]), **stage.described}
                 del record["stage"]
                 if stage.steps != stage.blocks:
-                    record["steps"] = stage.steps
+                    record["steps"] = stage.steps * len(listed) // stage.blocks
                 stage.records.append(record)
                 records.append(record)
         if records:
@@ -85,6 +85,7 @@ def runs(model: nn.Module) -> tuple[Run, ...]:
                 record["form"],
                 gamma,
                 record["velocity"],
+                record.get("split", False),
             )
             found.append(run)
     return tuple(found)
