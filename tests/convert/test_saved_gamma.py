@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -403,3 +404,14 @@ def test_blocks_that_the_model_does_not_have() -> None:
         rg.convert(model)
     rg.convert(rg.revert(model), gamma=0.25)
     assert model.config.retrograde == {"stages": [SAVED]}
+
+
+def test_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(snippet, "docs/saving.md", "exec"), {})
+    assert len(caught) == 4  # stages
+    assert all("saved with gamma = 1/4, and it has gamma = 1/8" in str(w.message) for w in caught)
