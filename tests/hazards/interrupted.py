@@ -12,15 +12,15 @@ forward pass would have moved, too; and the next step must have the bits of a st
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import random
 import signal
-import subprocess
+import struct
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -30,14 +30,8 @@ from torch import Tensor, nn
 import retrograde as rg
 
 MODES = ("reverse", "checkpoint", "store")
+SIZES = {False: (3, 8), True: (32, 6)}  # channels and depth; large or not
 KINDS = ("step", "modes", "parameters", "autocast")
-_SENDER = """
-import os, signal, sys, time
-for line in sys.stdin:
-    time.sleep(float(line))
-    os.kill(os.getppid(), signal.SIGINT)
-    print("sent", flush=True)
-"""
 
 
 class Block(nn.Module):
@@ -51,10 +45,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(torch.relu(self.norm(self.conv(x))))
-
-
-def stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def network(memory: str, converted: bool, channels: int, depth: int) -> nn.Module:
@@ -124,44 +114,51 @@ class Stopper:
     """Stops what is run, after a while: by a timer in this process, or from another one."""
 
     def __init__(self) -> None:
-        self.sender = subprocess.Popen(
-            [sys.executable, "-c", _SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.sent = mmap.mmap(-1, 8)  # how many the other process has sent: a line from it could be lost to a signal
+        self.asked = 0
+        self.armed = False
+        for number in (signal.SIGALRM, signal.SIGINT):
+            signal.signal(number, self.stop)
+        read, self.pipe = os.pipe()
+        parent = os.getpid()
+        self.other = os.fork()
+        if not self.other:
+            for number in (signal.SIGALRM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            os.close(self.pipe)
+            while line := os.read(read, 8):
+                time.sleep(struct.unpack("d", line)[0])
+                os.kill(parent, signal.SIGINT)
+                struct.pack_into("q", self.sent, 0, struct.unpack_from("q", self.sent)[0] + 1)
+            os._exit(0)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
 
     def run(self, job: Callable[[], Any], after: float, other_process: bool) -> bool:
         """Whether it was stopped."""
-        stopped = True
+        stopped = False
+        self.asked += other_process
         try:
+            self.armed = True
             if other_process:
-                self._write(f"{after}\n")
+                os.write(self.pipe, struct.pack("d", after))
             else:
                 signal.setitimer(signal.ITIMER_REAL, after)
             job()
-            stopped = False
+            self.armed = False
         except KeyboardInterrupt:
-            pass
+            stopped = True
         except RuntimeError as error:  # out of a Function's backward in which the signal came
             if "Interrupt" not in str(error):
                 raise
-        finally:
-            self._wait(other_process)
+            stopped = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while struct.unpack_from("q", self.sent)[0] < self.asked:
+            time.sleep(1e-4)
         return stopped
-
-    def _write(self, line: str) -> None:
-        assert self.sender.stdin is not None
-        self.sender.stdin.write(line)
-        self.sender.stdin.flush()
-
-    def _wait(self, other_process: bool) -> None:
-        """Until no signal can come any more."""
-        while True:
-            with suppress(KeyboardInterrupt):
-                if other_process:
-                    assert self.sender.stdout is not None
-                    self.sender.stdout.readline()
-                else:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                return
 
 
 def prepared(subject: Subject, kind: str) -> Callable[[], Any]:
@@ -225,7 +222,7 @@ def stopped_passes(
         found["corrupt"] += bool(wrong)
         if wrong:
             found[f"{wrong} after {kind}"] += 1
-            subject = Subject(network(memory, converted, *((32, 6) if large else (3, 10))), subject.x)
+            subject = Subject(network(memory, converted, *SIZES[large]), subject.x)
             exact = subject.moved
             while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -240,8 +237,6 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.unraisablehook = lambda *_: None  # a signal inside of a destructor
-    for number in (signal.SIGALRM, signal.SIGINT):
-        signal.signal(number, stop)
     stopper, corrupt = Stopper(), 0
     for memory in options.modes:
         total = Counter[str]()
@@ -249,10 +244,9 @@ def main() -> int:
             total += stopped_passes(memory, converted, large, options.signals // 4, options.seed + at, stopper)
         corrupt += total["corrupt"]
         print(f"{memory}: {total['stopped']} stopped, {total['corrupt']} corrupt", dict(total), flush=True)
-    stopper.sender.kill()
+    os.close(stopper.pipe)
     return int(corrupt > 0)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

@@ -320,7 +320,7 @@ def test_x_changed_between_blocks_behind_pytorchs_back_is_refused(
 
 
 def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
-    from retrograde.convert.unseen import Unseen
+    from retrograde.convert.next_x import Unseen
     from retrograde.reverse.deferred import Deferred
 
     class Event:

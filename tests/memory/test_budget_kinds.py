@@ -46,7 +46,9 @@ def written_out(x: Tensor, qkv: nn.Module, out: nn.Module) -> Tensor:
 def rotary(x: Tensor, qkv: nn.Module, out: nn.Module) -> Tensor:
     q, k, v = heads(x, qkv)
     angle = torch.arange(x.shape[1])[:, None] / torch.arange(1, 9)
-    turn = lambda t: torch.cat([t[..., :8] * angle.cos() - t[..., 8:] * angle.sin(), t[..., 8:] * angle.cos() + t[..., :8] * angle.sin()], -1)
+    turn = lambda t: torch.cat(
+        [t[..., :8] * angle.cos() - t[..., 8:] * angle.sin(), t[..., 8:] * angle.cos() + t[..., :8] * angle.sin()], -1
+    )
     mixed = F.scaled_dot_product_attention(turn(q).to(v.dtype), turn(k).to(v.dtype), v, is_causal=True)
     return out(mixed.transpose(1, 2).flatten(2))
 
@@ -174,8 +176,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm": (lambda: First(nn.LSTM(WIDTH, WIDTH, batch_first=True)), SERIES),
     "lstm, both ways": (lambda: First(nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)), SERIES),
     "lstm, two layers": (lambda: First(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), SERIES),
-    "gru": (lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)), SERIES),
-    "rnn": (lambda: First(nn.RNN(WIDTH, WIDTH, batch_first=True)), SERIES),
+    "gru": (lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)), (16, 12, WIDTH)),
+    "rnn": (lambda: First(nn.RNN(WIDTH, WIDTH, batch_first=True)), (16, 12, WIDTH)),
     "lstm cell": (lambda: Of(cell_by_cell, cell=nn.LSTMCell(WIDTH, WIDTH)), SERIES),
     "scan": (lambda: Of(scanned, up=linear()), SERIES),
     "fft": (lambda: Of(mixed_by_fft, up=linear()), SERIES),

@@ -54,8 +54,7 @@ def scheduler_of(model: nn.Module) -> Scheduler:
 
 def observed(model: nn.Module, plans: Any = None) -> Step:
     """A step of a converted model with these plans, without values."""
-    scheduler, stacks = model.__dict__[SCHEDULER]
-    return scheduler.step(model, stacks, (IMAGES,), {}, plans)
+    return Scheduler(None, outputs=2).step(model, [stage.stack for stage in stages_of(model)], (IMAGES,), {}, plans)
 
 
 def used(model: nn.Module) -> dict[str, str]:

@@ -100,6 +100,7 @@ def test_copies_and_files_keep_the_momentum_stages_tied_to_their_blocks(velocity
     buffer.seek(0)
     for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
         assert torch.equal(other(x), expected)
+        assert other.layer1.momentum.recurrence.form == net.layer1.momentum.recurrence.form
         parts = [other.layer1[1], *([other.velocity1.block] if velocity else [])]
         for part in parts:
             kept = copy.deepcopy(part.state_dict())

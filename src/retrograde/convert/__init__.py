@@ -8,7 +8,6 @@ stage.py          a run of blocks as one momentum network, driven by the model's
 block.py          one converted block: the same object, another class
 own.py            its own forward, as the steps of a stage call it
 next_x.py         what it returns, and how the next block knows that tensor
-unseen.py         a change of it that PyTorch does not count
 find.py           which blocks: by what is known of their classes, or by name
 adapters.py       what is known of the classes of torchvision, timm, transformers and PyTorch
 probe.py          which blocks: by trying the model out on an example

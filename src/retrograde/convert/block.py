@@ -17,6 +17,7 @@ from ..memory.fake import is_fake
 from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
+from ..reverse.inputs import check_input
 from .checkpointing import directly, outside_checkpoints
 from .own import Own, with_spares
 from .split import Part, Parts, parts_of
@@ -91,14 +92,15 @@ class Converted(Step):
             x = kwargs.pop(keyword)
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
-        extra = Extra(args, kwargs)
-        if torch.is_grad_enabled() and stage.settings.memory != "store":
+        check_input(x, f"the input of {place.path}, converted to a momentum step,")
+        extra, alone = Extra(args, kwargs), stage.alone(self, x)
+        if (args or kwargs) and torch.is_grad_enabled() and stage.settings.memory != "store":
             extra = with_spares(extra, place.path)
-        if place.steps > 1 and (torch.is_grad_enabled() or not stage.alone(self, x)):
+        if place.steps > 1 and (torch.is_grad_enabled() or not alone):
             with outside_checkpoints():
                 return run_in_parts(self, place, x, extra)
         forward: Any = self._retrograde_class.forward
-        whole = stage.rectifies(self, x)
+        whole = stage.settings.form == "relu" and not alone
         if whole:
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
@@ -107,7 +109,7 @@ class Converted(Step):
             forward = compiled(forward, stage.settings.compile)
         own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
         with outside_checkpoints():
-            return stage.take(own, place.index, place.path, x, extra)
+            return stage.take(own, place.index, place.path, x, extra, alone)
 
     @property
     def _gradient_checkpointing_func(self) -> Any:
@@ -134,7 +136,9 @@ def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
         if stage.settings.compile is not None and not is_fake(x):
             run = compiled(run, stage.settings.compile)
         own = Own(block, run, None, uses=part.uses)
-        return stage.take(own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs))
+        return stage.take(
+            own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs), stage.alone(block, x)
+        )
 
     return now_in_parts(block, place).walk(take, block, x, extra.args, extra.kwargs)
 

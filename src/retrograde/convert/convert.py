@@ -26,7 +26,8 @@ from . import saved
 from .deploy import undeploy
 from .distance import Trial, check_auto
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .schedule import SCHEDULER, schedule, unschedule
+from .probe import confirm, probe
+from .schedule import schedule_by, unschedule
 from .split import steps_of
 from .stage import Settings, Stage
 
@@ -125,8 +126,6 @@ def look(
     """Which blocks `convert` would convert, checked. Nothing is changed."""
     check_model(model)
     check_example(example)
-    from .probe import confirm, probe  # it imports this package's finder
-
     modules = dict(model.named_modules(remove_duplicate=False))
     converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
     known = () if converted else saved.runs(model)
@@ -214,14 +213,18 @@ def _split(run: Run, modules: dict[str, nn.Module]) -> Run:
     return replace(run, steps=steps, split=steps > run.steps, whole=whole)
 
 
-def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> list[Stage]:
+def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> None:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
         (
             run,
             Stage(
-                run.name, sum(_steps(run, modules).values()), run.steps, _settings_of(run, settings), trusted=run.trusted
+                run.name,
+                sum(_steps(run, modules).values()),
+                run.steps,
+                _settings_of(run, settings),
+                trusted=run.trusted,
             ),
         )
         for run in finding.runs
@@ -251,14 +254,12 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
         if isinstance(module, nn.TransformerEncoder) and blocks.place_of(module.layers[0]) is not None:
             module.__dict__.setdefault(NESTED, module.use_nested_tensor)
             module.use_nested_tensor = False  # a step needs rows of one length
-    made = [stage for _, stage in plans]
-    scheduler, stacks = Scheduler(budget, outputs=2), [stage.stack for stage in stages_of(model)]
-    model.__dict__[SCHEDULER] = scheduler, stacks
+    scheduler = None if budget is None else Scheduler(budget, outputs=2)
+    stacks = [stage.stack for stage in stages_of(model)]
     for stack in stacks:
         stack.owner, stack.planned = scheduler, None
-    if budget is not None and not any(hook is schedule for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(schedule, with_kwargs=True)
-    return made
+    if scheduler is not None:
+        schedule_by(scheduler, model, stacks)
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from ..memory.stack import Stack
 from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
+from ..reverse.inputs import any_output, check_output, check_surroundings
 from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo, version
@@ -38,10 +38,9 @@ from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
 from .checkpointing import REENTRANT
-from .next_x import FSDP2, Branch, handed_on, same
+from .next_x import FSDP2, Branch, Unseen, handed_on, same
 from .own import Own, spared
 from .probe import edge_of, skips
-from .unseen import Unseen
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Open:
         self.index = index  # of the block that returned x
         self.unseen = unseen
         self.hashed = unseen.hashed(x)
-        self.x: weakref.ref[Tensor] = weakref.ref(x)
+        self.x: Callable[[], Tensor | None] = lambda: None
         self.version = version(x)
         self.training = training
         self.observer = observer
@@ -174,19 +173,8 @@ class Stage:
         plain = self.recurrence.residual if block.training else self.recurrence.in_evaluation.residual
         return plain and not any(e.known(x) for e in self.open.passes)
 
-    def rectifies(self, block: Any, x: Tensor) -> bool:
-        """Whether the block is to give f, and the step forms relu(x + f)."""
-        return self.settings.form == "relu" and not self.alone(block, x)
-
-    @property
-    def rerun(self) -> bool:
-        """Whether blocks are run again in backward."""
-        return self.settings.memory != "store"
-
-    def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
-        """Run one block; what it returns, with the next x in it."""
-        check_input(x, f"the input of {path}, converted to a momentum step,")
-        alone = self.alone(own.block, x)
+    def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra, alone: bool) -> Any:
+        """Run one block, by itself or as a step; what it returns, with the next x in it."""
         self.last = self.stack.plan_for(x.dtype, not alone)
         if alone:
             return own.with_x(self._alone(own, path, x, extra, index))
@@ -215,7 +203,7 @@ class Stage:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, index, training, observer, unseen))
+            self._hand_on(Open(run, x1, index, training, observer, unseen), x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
             self.stack.recorder.done()
@@ -376,12 +364,8 @@ class Stage:
             self.warned.add(kind)
             warnings.warn(message, stacklevel=8)
 
-    def _hand_on(self, entry: Open) -> None:
-        passes = self.open.passes
-        passes.append(entry)
-        x = entry.x()
-        assert x is not None
-        weak = weakref.ref(entry)
+    def _hand_on(self, entry: Open, x: Tensor) -> None:
+        passes, weak = self.open.passes, weakref.ref(entry)
 
         def forget(_: Any) -> None:
             """The pass went no further: nobody has its x."""
@@ -395,6 +379,7 @@ class Stage:
                     warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
         entry.x = weakref.ref(x, forget)
+        passes.append(entry)
 
     def _look_back(self, run: Pass) -> None:
         """At the end of a pass, on an accelerator: look at its range, and run it again if it was left."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -129,6 +129,18 @@ def _on_cpu(t: Tensor, times: float = 1) -> int:
     return int(times * t.numel() * t.element_size()) if t.device.type == "cpu" else 0
 
 
+def _promoted(args: Any, out: Any) -> int:
+    """Of two dtypes, one is brought to the other's."""
+    tensors = [t for t in args[:2] if isinstance(t, Tensor) and t.dim() and t.dtype != out.dtype]
+    return int(out.dtype.itemsize * sum(map(Tensor.numel, tensors))) if out.device.type == "cpu" else 0
+
+
+def _averaged(args: Any, out: Any) -> int:
+    """In 16 bits, by way of float32."""
+    x = args[0]
+    return 4 * (x.numel() + out.numel()) if x.device.type == "cpu" and x.dtype.itemsize < 4 else 0
+
+
 def _of_queries(args: Any, out: Any) -> int:
     return 4 * int(args[1].numel()) if args[1].is_cuda else 0
 
@@ -140,10 +152,17 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "bmm": lambda args, out: _product(*args),
     "addmm": lambda args, out: _product(*args[1:3]),
     "baddbmm": lambda args, out: _product(*args[1:3]),
+    "add.Tensor": _promoted,
+    "sub.Tensor": _promoted,
+    "mul.Tensor": _promoted,
+    "div.Tensor": _promoted,
+    "mean.dim": _averaged,
+    "abs": lambda args, out: _on_cpu(args[0]) if args[0].is_complex() else 0,
     "native_batch_norm_backward": lambda args, out: _on_cpu(args[1]),
     "linalg_matrix_exp": lambda args, out: _on_cpu(args[0], 12.5),
     "_fft_r2c": lambda args, out: _on_cpu(args[0]),
     "_fft_c2r": lambda args, out: _on_cpu(args[0]),
+    "_fft_c2c": lambda args, out: _on_cpu(args[0]),
     "mkldnn_rnn_layer": lambda args, out: _recurrent(args[0], args[5], args[0].element_size()),
     "mkldnn_rnn_layer_backward": lambda args, out: _recurrent(args[0], args[5], 4),
     "_scaled_dot_product_flash_attention_backward": _of_queries,
@@ -152,7 +171,11 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
 }  # fmt: skip
 """By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds up
 the gradient of its queries in float32."""
-INSIDE = {getattr(torch.ops.aten, name).default: of for name, of in _INSIDE.items() if hasattr(torch.ops.aten, name)}
+INSIDE: dict[Any, Callable[[Any, Any], int]] = {}
+for _name, _of in _INSIDE.items():
+    _packet, _, _overload = _name.partition(".")
+    if hasattr(torch.ops.aten, _packet):
+        INSIDE[getattr(getattr(torch.ops.aten, _packet), _overload or "default")] = _of
 KEEPS = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 
 
@@ -194,10 +217,14 @@ class PlanningMode(FakeTensorMode):
     """The mode of one copy. Its tensors raise on use once the copy is thrown away.
 
     Otherwise code that caches a fake tensor would go on without values: gradients would vanish, or a kernel would crash.
+
+    Args:
+        guesses: where the model looks at a value, it sees False, 0.5 or 1: a mask is not causal, no layer is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guesses: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)  # tensors in closures and global variables
+        self.guesses = guesses
         self.over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +234,13 @@ class PlanningMode(FakeTensorMode):
                 "kept outside of the model: in a global variable, a closure or a cache. Clear that, and keep the tensor as a buffer "
                 "of its module, or plan without a budget."
             )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if not self.guesses or func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
 def is_fake(value: Any) -> bool:
@@ -248,15 +281,19 @@ class Copy:
 
 
 @contextmanager
-def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None) -> Iterator[Copy]:
+def fake_copy(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None, guesses: bool = False
+) -> Iterator[Copy]:  # fmt: skip
     """A copy of the model and its inputs without values, in grad mode, in which every allocation is counted.
 
     User hooks do nothing in it: they may write to what is not copied. A model that has no values already is copied too.
 
     Args:
         others: objects that refer to parts of the model, to be copied with it.
+        guesses: as of `PlanningMode`.
     """
-    mode = mode_of(model) or PlanningMode()
+    given = mode_of(model)
+    mode = given or PlanningMode(guesses)
     tensors = [
         t for t in (*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))) if isinstance(t, Tensor)
     ]
@@ -277,7 +314,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         with no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
-        if isinstance(mode, PlanningMode):
+        if given is None and isinstance(mode, PlanningMode):
             mode.over = True
 
 

@@ -104,6 +104,11 @@ class Parts:
         root = self.root()
         return self.inner if root is None else (root, *self.inner)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the first parameter: `model.half()` changes it and no version, and the dtypes of all others with it."""
+        return self.parameters[0].dtype if self.parameters else None
+
     def unchanged(self) -> bool:
         """Whether all of it is still there, in the same mode."""
         now = self._contents()
