@@ -454,14 +454,29 @@ hf_model(
     decoder_start_token_id=0,
 )
 
-for family in ("Ernie", "LayoutLM", "Nystromformer", "MegatronBert", "Esm", "ConvBert", "RemBert", "RobertaPreLayerNorm", "MobileBert"):
+for family in (
+    "Ernie",
+    "LayoutLM",
+    "Nystromformer",
+    "MegatronBert",
+    "Esm",
+    "ConvBert",
+    "RemBert",
+    "RobertaPreLayerNorm",
+    "MobileBert",
+):
     hf_model(family, "Model", TOKENS, **SMALL, **DROPPING, max_position_embeddings=40, max_2d_position_embeddings=40)
 for family in (
     "Gemma", "Olmo", "Starcoder2", "StableLm", "Cohere", "Granite", "Helium", "Glm", "Nemotron", "Persimmon", "Exaone4", "Lfm2",
     "GPTBigCode", "Mpt", "BitNet", "BioGpt", "Apertus", "MiniMax",
 ):  # fmt: skip
     hf_model(family, "ForCausalLM", TOKENS, **SMALL, **GROUPED)
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss", "Phimoe", "JetMoe"):
     hf_model(family, "ForCausalLM", TOKENS, **SMALL, **GROUPED, **EXPERTS, shared_expert_intermediate_size=16)
 hf_model(
@@ -476,7 +491,16 @@ for family in ("ViTMSN", "IJepa", "Dinov2WithRegisters", "BlipVision", "Aimv2Vis
     hf_model(family, "Model", PIXELS, **VISION)
 hf_model("SamVision", "Model", PIXELS, **VISION, output_channels=16, window_size=2, global_attn_indexes=[3], mlp_dim=48)
 hf_model(
-    "Swinv2", "Model", PIXELS, 6, image_size=32, patch_size=4, embed_dim=16, depths=[4, 2], num_heads=[2, 2], window_size=4
+    "Swinv2",
+    "Model",
+    PIXELS,
+    6,
+    image_size=32,
+    patch_size=4,
+    embed_dim=16,
+    depths=[4, 2],
+    num_heads=[2, 2],
+    window_size=4,
 )
 hf_model("CLIPText", "Model", TOKENS, **SMALL, max_position_embeddings=40)
 for family in ("WavLM", "Wav2Vec2Conformer", "SEW"):
@@ -543,7 +567,13 @@ PATCHED: dict[str, Any] = {
     "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 4, "norm_num_groups": 4,
     "sample_size": 8, "patch_size": 2, "dropout": 0.1,
 }  # fmt: skip
-U_NET: dict[str, Any] = {"sample_size": 16, "block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": 4, "dropout": 0.1}
+U_NET: dict[str, Any] = {
+    "sample_size": 16,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "dropout": 0.1,
+}
 add(
     "diffusers DiT",
     lambda: diffusers.DiTTransformer2DModel(**PATCHED, num_embeds_ada_norm=10),
@@ -556,14 +586,21 @@ add(
     lambda: diffusers.PixArtTransformer2DModel(
         **PATCHED, cross_attention_dim=16, caption_channels=12, use_additional_conditions=False
     ),
-    {**LATENT, "encoder_hidden_states": fixed(2, 5, 12), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+    {
+        **LATENT,
+        "encoder_hidden_states": fixed(2, 5, 12),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    },
     4,
     trial=True,
 )
 add(
     "diffusers U-Net",
     lambda: diffusers.UNet2DModel(
-        **U_NET, layers_per_block=3, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D")
+        **U_NET,
+        layers_per_block=3,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     ),
     {"sample": fixed(2, 3, 16, 16), "timestep": torch.tensor([1, 2]), "return_dict": False},
     11,
@@ -581,7 +618,9 @@ add(
 )  # fmt: skip
 add(
     "monai SegResNet",
-    lambda: monai.SegResNet(spatial_dims=3, init_filters=8, out_channels=2, blocks_down=(2, 3), blocks_up=(2,), dropout_prob=0.1),
+    lambda: monai.SegResNet(
+        spatial_dims=3, init_filters=8, out_channels=2, blocks_down=(2, 3), blocks_up=(2,), dropout_prob=0.1
+    ),
     fixed(1, 1, 8, 8, 8),
     7,
     trial=True,
@@ -603,7 +642,9 @@ def rearranged(x: Tensor, pattern: str) -> Tensor:
 
 def swin_unetr() -> nn.Module:
     require("monai.networks.nets.swin_unetr").rearrange = rearranged
-    return monai.SwinUNETR(1, 2, depths=(2, 2, 2, 2), num_heads=(2, 2, 2, 2), feature_size=12, window_size=2, spatial_dims=2)  # type: ignore[no-any-return]
+    return monai.SwinUNETR(
+        1, 2, depths=(2, 2, 2, 2), num_heads=(2, 2, 2, 2), feature_size=12, window_size=2, spatial_dims=2
+    )  # type: ignore[no-any-return]
 
 
 add("monai SwinUNETR", swin_unetr, fixed(1, 1, 32, 32), 8, trial=True)
@@ -614,9 +655,10 @@ class DeepGCN(nn.Module):
 
     def __init__(self, block: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            geometric.DeepGCNLayer(geometric.GENConv(8, 8, norm="layer"), nn.LayerNorm(8), nn.ReLU(), block, dropout=0.1) for _ in range(4)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            convolution = geometric.GENConv(8, 8, norm="layer")
+            self.layers.append(geometric.DeepGCNLayer(convolution, nn.LayerNorm(8), nn.ReLU(), block, dropout=0.1))
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         for layer in self.layers:
