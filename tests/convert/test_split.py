@@ -332,6 +332,49 @@ def test_an_optimizer_that_steps_in_backward() -> None:
     assert_same_bits(after["store"], after["reverse"])
 
 
+def test_a_method_replaced_on_the_object() -> None:
+    """It may use any submodule, so running statistics of all of them move once and not twice."""
+
+    class Methods(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_norm = nn.BatchNorm1d(8)
+
+        def feed(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mlp(x)
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = x + self.attention(x)
+            return x + self.feed(x)
+
+    found = {}
+    for memory in ("store", "reverse"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Methods() for _ in range(6)))
+        for layer in model:
+            layer.feed = lambda x, layer=layer: layer.batch_norm(x).tanh()
+        rg.convert(model, stages="*", memory=memory, split=True)
+        found[memory] = step(model, lambda model: model(torch.linspace(-1, 1, 80).view(10, 8)))
+    assert_same_bits(found["store"], found["reverse"])
+    assert any("running_mean" in name for name in found["store"])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_routers_route_as_before(split: bool) -> None:
+    """The loss that balances the experts, made of what routers gave in the first run, has the same gradient."""
+    found, tokens = {}, torch.arange(3, 23).view(2, 10)
+    for memory in ("store", "reverse"):
+        model = ARCHITECTURES["transformers Mixtral"].make()
+        rg.convert(model, memory=memory, split=split, verify="strict")
+        found[memory] = step(
+            model, lambda model: model(tokens, labels=tokens, output_router_logits=True, use_cache=False).loss
+        )
+    gate = next(name for name in found["store"] if "gate" in name)
+    assert found["store"][gate].abs().sum() > 0
+    assert_same_bits(found["store"], found["reverse"])
+
+
 @pytest.mark.parametrize("name", ["transformers Llama", "transformers Whisper", "torch encoder, pre-norm batch first"])
 def test_deployed(name: str) -> None:
     architecture = ARCHITECTURES[name]
