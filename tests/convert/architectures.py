@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import retrograde as rg
 from retrograde.extras import require
 from retrograde.memory.step import as_call
 
@@ -45,6 +46,9 @@ class Architecture:
         args, kwargs = as_call(self.example)
         out = model(*args, **kwargs)
         return out if isinstance(out, Tensor) else out[0]
+
+    def convert(self, model: nn.Module, **options: Any) -> nn.Module:
+        return rg.convert(model, self.example if self.trial else None, **options)
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -647,7 +651,7 @@ def swin_unetr() -> nn.Module:
     )  # type: ignore[no-any-return]
 
 
-add("monai SwinUNETR", swin_unetr, fixed(1, 1, 32, 32), 8, trial=True)
+add("monai SwinUNETR", swin_unetr, fixed(1, 1, 64, 64), 8, trial=True)
 
 
 class DeepGCN(nn.Module):

@@ -36,12 +36,11 @@ def test_at_least_130_over_seven_ecosystems() -> None:
 def test_converted_trained_and_reverted(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, call = architecture.make(), architecture.call
-    example = architecture.example if architecture.trial else None
     plain, before = step(model, call), anatomy(model)
     state = copy.deepcopy(model.state_dict())
     found = {}
     for mode in ("store", "reverse", *(["checkpoint"] if name in ALSO_CHECKPOINTED else [])):
-        rg.convert(model, example, gamma=0.9, memory=mode, verify="off" if mode == "store" else "strict")
+        architecture.convert(model, gamma=0.9, memory=mode, verify="off" if mode == "store" else "strict")
         found[mode] = step(model, call)
         assert list(model.state_dict()) == list(state)
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -50,7 +49,7 @@ def test_converted_trained_and_reverted(name: str) -> None:
     for mode in found:
         assert_same_bits(found["store"], found[mode])
     assert not torch.equal(found["store"]["output"], plain["output"])
-    rg.convert(model, example, gamma=0, memory="checkpoint")
+    architecture.convert(model, gamma=0, memory="checkpoint")
     assert_same_bits(step(model, call), plain)
     rg.revert(model)
     assert anatomy(model) == before
