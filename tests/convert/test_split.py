@@ -114,6 +114,7 @@ class Layer(nn.Module):
         shape = x.shape
         h = self.attention(x)
         weights = h.mean(-1)
+        half = scale / 2
         h = h * scale
         if "bias" in more:
             h = h + more["bias"]
@@ -121,7 +122,7 @@ class Layer(nn.Module):
             return residual + h + self.mlp(x), weights
         x = residual + h
         x = x.reshape(-1, shape[-1])
-        x = x + self.mlp(x) * scale
+        x = x + self.mlp(x) * (half + half)
         return x.reshape(shape), weights
 
     def halves(self) -> tuple[Callable[..., Tensor], ...]:
@@ -183,8 +184,8 @@ def test_parts_need_what_they_read() -> None:
     first, second = parts_of(Layer()).parts
     assert (first.needs, first.rest, first.uses) == (("scale",), "more", ("attention",))
     assert (second.needs, second.carried, second.rest, second.uses) == (
-        ("scale", "shape", "weights"),
-        ("shape", "weights"),
+        ("shape", "weights", "half"),
+        ("shape", "weights", "half"),
         "",
         ("mlp",),
     )

@@ -160,7 +160,7 @@ class Sums:
         if kind in (SUM, SHAPED_SUM):
             if len(targets) != 1 or not isinstance(targets[0], ast.Name):
                 raise Whole("a sum with x has several names")
-            known.update(dict.fromkeys(known, BEFORE))
+            known.update({name: BEFORE for name, was in known.items() if was})
             self.names[id(line)] = targets[0].id
             if kind == SHAPED_SUM:
                 self.shaped.add(id(line))
