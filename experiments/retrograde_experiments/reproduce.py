@@ -13,10 +13,12 @@ from rich.text import Text
 
 from .config import override, preset
 from .errors import ExperimentError
+from .metrics import CONFIG
 from .progress import Shown
 from .registry import MODULES, about, load
-from .report import default_results, write
-from .run import FIGURE, reproduce
+from .report import fill, write
+from .rows import default_results
+from .run import FIGURE, draw, reproduce
 
 
 def command(name: str, preset_name: str, assignments: list[str], device: str) -> str:
@@ -79,11 +81,16 @@ def main(name: str, preset_name: str, out: Path | None, assignments: list[str], 
         raise SystemExit(130) from None
 
 
-def write_report(out: Path, results: Path | None) -> None:
+def write_report(out: Path, results: Path | None, page: Path | None = None, redraw: bool = False) -> None:
     """The command `report`: errors as one line."""
+    folder = results or default_results()
     try:
-        written = write(out, results or default_results())
-    except ExperimentError as error:
+        for config in sorted(folder.glob(f"*/{CONFIG}")) if redraw else ():
+            draw(config.parent)
+        if page is not None:
+            fill(page, folder)
+        written = [page] if page is not None else write(out, folder)
+    except (ExperimentError, OSError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise SystemExit(1) from None
-    Console().print(f"Written: {written[0]}, {written[1]}", soft_wrap=True, highlight=False)
+    Console().print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
