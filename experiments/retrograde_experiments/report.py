@@ -271,7 +271,9 @@ img { display: block; width: 100%; height: auto; max-height: 40rem; object-fit: 
 table { width: 100%; border-collapse: collapse; margin: .9rem 0; font-size: .93rem; }
 th { text-align: left; font-size: .8rem; font-weight: 600; color: var(--soft); }
 th, td { padding: .45rem .6rem .45rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-.wide { overflow-x: auto; } .wide td, .wide th { padding-right: 1rem; } .wide th { min-width: 5rem; }
+.wide { overflow-x: auto; } .wide td, .wide th { padding-right: 1rem; } .wide th { min-width: 5rem; white-space: normal; }
+th { white-space: nowrap; }
+section > table td:nth-child(2) { white-space: nowrap; }
 .num { font-variant-numeric: tabular-nums; }
 .mark { white-space: nowrap; font-weight: 600; font-size: .85rem; color: var(--soft); }
 .mark.yes { color: var(--good); } .mark.no { color: var(--no); }
@@ -283,6 +285,7 @@ dt { color: var(--soft); } dd { margin: 0; min-width: 0; }
   section > table thead, .verdicts thead { display: none; }
   section > table tr, .verdicts tr { display: block; padding: .55rem 0; border-bottom: 1px solid var(--line); }
   section > table td, .verdicts td { display: block; border: 0; padding: .05rem 0; }
+  section > table td:nth-child(2) { white-space: normal; }
   .verdicts tr { padding: .6rem .9rem; } .verdicts tr:last-child { border-bottom: 0; }
   .verdicts td:last-child:not(:empty)::before { content: "seeds: "; color: var(--soft); }
   td.what { font-weight: 550; }

@@ -20,7 +20,7 @@ import retrograde as rg
 
 from ..data.batches import Source
 from ..errors import ExperimentError, suggestion
-from ..private import captured_by, collect, evaluation_ranges, put_back, stacks, training_ranges, written
+from ..private import captured_by, collect, converted, evaluation_ranges, put_back, stacks, training_ranges, written
 from ..private import set_gamma as set_gamma
 from .graphed import Graphed
 from .parallel import Alone, World
@@ -197,12 +197,15 @@ def optimizer(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optim
     options: dict[str, Any] = {"lr": recipe.rate, "weight_decay": recipe.weight_decay}
     if kind is torch.optim.SGD:
         options |= {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
-    try:
-        for option in recipe.optimizer_options:
-            name, _, value = option.partition("=")
+    for option in recipe.optimizer_options:
+        name, _, value = option.partition("=")
+        try:
             options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ExperimentError(f"--optimizer-options takes name=value, as eps=1e-6; got {option!r}.") from None
+    try:
         return kind(groups, **options)
-    except (TypeError, ValueError, SyntaxError) as error:
+    except (TypeError, ValueError) as error:
         raise ExperimentError(f"--optimizer {recipe.optimizer} with {options}: {error}") from error
 
 
@@ -223,6 +226,8 @@ def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
 
 def compile_blocks(net: nn.Module) -> None:
     """Compile a network in place: a momentum network block by block, another as a whole."""
+    if converted(net):
+        return  # `outside` has had its blocks compiled
     found = stacks(net)
     for inner in found:
         for block in inner.blocks:

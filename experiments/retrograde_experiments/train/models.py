@@ -86,13 +86,14 @@ def build(
 
 def outside(
     name: str, *, classes: int, shape: tuple[int, int, int], gamma: float, velocity: str, memory: str, verify: str, overflow: str,
-    fixed_point: str,
+    fixed_point: str, compile: bool = False,
 ) -> nn.Module:  # fmt: skip
     """torchvision:NAME, timm:NAME, or module:function called as function(num_classes=classes); converted by `rg.convert`.
 
     Args:
         shape: of an image: channels, height, width. The model is tried on two of them.
         gamma, velocity, memory, verify, overflow, fixed_point: as in `build`; there is no velocity "learned".
+        compile: the blocks through torch.compile.
     """
     where, _, what = name.partition(":")
     try:
@@ -112,11 +113,9 @@ def outside(
         raise ExperimentError(
             "--velocity learned is for the networks of this library; a converted model takes zero or first."
         )
-    options = momentum_options(memory, fixed_point, verify)
+    options = {**momentum_options(memory, fixed_point, verify), "overflow": overflow, "compile": compile}
     try:
-        return rg.convert(
-            net, torch.zeros(2, *shape), gamma=gamma, velocity=VELOCITIES[velocity], overflow=overflow, **options
-        )
+        return rg.convert(net, torch.zeros(2, *shape), gamma=gamma, velocity=VELOCITIES[velocity], **options)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ExperimentError(f"--model {name} cannot be converted for images of shape {shape}: {error}") from error
 

@@ -111,7 +111,9 @@ def network(setting: Setting, source: Source, small: bool) -> nn.Module:
     }  # fmt: skip
     if ":" in setting.model:
         first = next(iter(source.test()))[0]
-        net = outside(setting.model, shape=(first.shape[1], first.shape[2], first.shape[3]), **common)
+        net = outside(
+            setting.model, shape=(first.shape[1], first.shape[2], first.shape[3]), compile=setting.compile, **common
+        )
     else:
         size = "cifar" if small else "imagenet"
         net = build(setting.model, channels=source.channels, size=size, residual=setting.residual, **common)
