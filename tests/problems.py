@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import retrograde as rg
+from retrograde.reverse.range import holders
 
 KNOWN_INSIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 """Whether it is known what oneDNN takes inside of its convolutions and 16-bit products on this CPU (`memory.fake.workspace`)."""
@@ -49,6 +49,18 @@ class Attention(nn.Module):
         return self.dropout(self.attention(h, h, h, need_weights=False)[0])
 
 
+class Residual(nn.Module):
+    """x + f(x), or relu(x + f(x))."""
+
+    def __init__(self, f: nn.Module, rectify: bool = False) -> None:
+        super().__init__()
+        self.f, self.rectify = f, rectify
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = x + self.f(x, *args, **kwargs)
+        return torch.relu(y) if self.rectify else y
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (Mlp, (3, 8)),
     "conv+batchnorm": (conv, (2, 4, 5, 5)),
@@ -83,15 +95,28 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert not different, f"different bits in {different[:5]} of {len(a)}"
 
 
-def same_in_every_mode(net: rg.MomentumNet, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """Check that "reverse" and "checkpoint" give the bits of "store"."""
+def same_in_every_mode(net: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Check that "reverse" and "checkpoint" give the bits of "store", of a network or of those inside."""
     found = {}
     for mode in ("store", "reverse", "checkpoint"):
-        net.memory = mode
+        for _, part in holders(net):
+            part.memory = mode
         found[mode] = train_step(net, x, *args, **kwargs)
     assert_same_bits(found["store"], found["reverse"])
     assert_same_bits(found["store"], found["checkpoint"])
     return found["store"]
+
+
+def fitted(net: nn.Module, loss: Callable[[], Tensor], rate: float, steps: int) -> list[float]:
+    """The losses of training."""
+    optimizer, losses = torch.optim.Adam(net.parameters(), rate), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        now = loss()
+        now.backward()
+        optimizer.step()
+        losses.append(float(now.detach()))
+    return losses
 
 
 def float_recurrence(blocks: Iterable[nn.Module], gamma: Fraction, x: Tensor, form: str = "branch") -> Tensor:

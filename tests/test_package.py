@@ -19,7 +19,7 @@ from command_line import COMMANDS, registered
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "retrograde"
-LAYERS = ["errors", "extras", "arithmetic", "reverse", "memory", "theory", "nets", "convert", "cli"]
+LAYERS = ["errors", "extras", "arithmetic", "reverse", "memory", "theory", "nets", "convert", "integrations", "cli"]
 """Each may import from those before it."""
 OUTSIDE = {"arithmetic": {"torch", "triton"}, "reverse": {"torch"}, "memory": {"torch"}}
 

@@ -36,7 +36,7 @@ from retrograde.nets import (
     SecondOrderODE,
 )
 from retrograde.nets.iresnet import BoundedLinear, invert
-from retrograde.nets.irevnet import branch as image_branch
+from retrograde.nets.revnet import branch as image_branch
 
 WIDTH, DEPTH, BATCH = 8, 6, 16
 TOLERANCE = {"exact": 0.0, "iterative": 1e-6, "numerical": 1e-3}  # relative error up to which an inverse is one

@@ -21,8 +21,9 @@ EXTRAS = {
     "torchvision": "vision", "timm": "vision", "PIL": "vision", "transformers": "hf", "safetensors": "hf",
     "torchdiffeq": "ode", "scipy": "theory", "triton": "kernels", "matplotlib": "cli", "rich": "cli", "typer": "cli",
     "sklearn": "cli", "lightning": "train", "accelerate": "train", "peft": "train",
+    "trl": "train",
 }  # fmt: skip
-_ON_TORCHVISION = {"timm", "lightning", "peft", "torchmetrics", "transformers"}
+_ON_TORCHVISION = {"timm", "lightning", "peft", "torchmetrics", "transformers", "trl"}
 _declared: list[torch.library.Library] = []
 
 

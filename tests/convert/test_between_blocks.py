@@ -625,42 +625,37 @@ def test_a_transformer_s_fast_path_without_gradients_is_replayed_as_it_was(memor
 
 
 class Sum(nn.Module):
-    """x = x + block(x), in so many words."""
+    """x = x + block(x); after block 2 in so many words."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.layers = how, nn.ModuleList(Residual(branch=True) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if self.how == "x + f":
-                x = x + layer(x)
-            elif self.how == "cut off":
-                x = x.detach() + layer(x)
-            elif self.how == "changed in between":
+        for k, layer in enumerate(self.layers):
+            how = self.how if k == 2 else "x + f"
+            with torch.set_grad_enabled(torch.is_grad_enabled() and how != "f without gradients"):
                 f = layer(x)
+            if how == "changed in between":
                 x.mul_(0.5)
-                x = x + f
-            elif self.how == "f changed":
-                f = layer(x)
+            elif how == "f changed":
                 f.mul_(0.5)
-                x = x + f
-            elif self.how == "f without gradients":
-                with torch.no_grad():
-                    f = layer(x)
-                x = x + f
-            elif self.how == "x += f":
-                x += layer(x)
-            elif self.how == "add_":
-                x.add_(layer(x))
-            elif self.how == "f += x":
-                f = layer(x)
+            if how == "cut off":
+                x = x.detach() + f
+            elif how == "x += f":
+                x += f
+            elif how == "add_":
+                x.add_(f)
+            elif how == "f += x":
                 f += x
                 x = f
+            else:
+                x = x + f
+            del f
         return x
 
 
-@pytest.mark.parametrize("how", ["x + f", "cut off", "changed in between", "f changed", "x += f", "add_", "f += x"])
+@pytest.mark.parametrize("how", ["x + f", "cut off", "changed in between", "x += f", "add_", "f += x"])
 def test_additions_mean_what_they_say(how: str) -> None:
     """Near γ = 0 the momentum network is the plain one, whatever the velocity starts from."""
     torch.manual_seed(5)
@@ -672,7 +667,7 @@ def test_additions_mean_what_they_say(how: str) -> None:
             torch.testing.assert_close(model(X.clone()), plain(X.clone()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["x + f", "cut off", "f += x", "f changed", "f without gradients"])
+@pytest.mark.parametrize("how", ["x + f", "cut off", "f += x", "f without gradients"])
 @pytest.mark.parametrize("memory", ["reverse", "store"])
 def test_gradients_of_additions_mean_what_they_say(how: str, memory: str) -> None:
     torch.manual_seed(5)

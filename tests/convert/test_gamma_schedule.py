@@ -1,12 +1,10 @@
-"""γ that moves during training: from a plain loop, under Lightning and under the Trainer of transformers."""
+"""γ that moves during training, from a plain loop. Under trainers: tests/integrations/test_callbacks.py."""
 
 from __future__ import annotations
 
 import copy
 import json
-import warnings
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from conversion import step
 from problems import assert_same_bits
-from retrograde.convert import lightning_callback, trainer_callback
 from retrograde.convert.convert import stages_of
-from retrograde.extras import require
 
 X = torch.linspace(-2, 2, 80).view(2, 5, 8)
 
@@ -149,73 +145,3 @@ def test_wrong_options(points: Any, options: dict[str, Any], says: str) -> None:
 def test_a_model_that_is_not_converted() -> None:
     with pytest.raises(ValueError, match="not converted"):
         rg.GammaSchedule(encoder(), {0: 1})
-
-
-def _lightning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return require("lightning")
-
-
-@pytest.mark.filterwarnings("ignore")  # Lightning's, of loggers, workers and paths
-def test_lightning(tmp_path: Path) -> None:
-    lightning = _lightning()
-    gammas: list[Any] = []
-
-    class Task(lightning.LightningModule):  # type: ignore[name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = rg.convert(encoder(), gamma=0.9, memory="reverse")
-
-        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            gammas.append(gamma_of(self))
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.01)
-
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X.repeat(4, 1, 1)), 2)
-
-    def trainer(**options: Any) -> Any:
-        return lightning.Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[lightning_callback({0: 0, 6: 1})], default_root_dir=tmp_path, enable_checkpointing=False, **options,
-        )  # fmt: skip
-
-    first = trainer(max_steps=4)
-    first.fit(Task(), data)
-    first.save_checkpoint(tmp_path / "four.ckpt")
-    trainer(max_steps=8).fit(Task(), data, ckpt_path=tmp_path / "four.ckpt", weights_only=False)
-    expected = [Fraction(9, 10) * Fraction(min(t, 6), 6) for t in range(8)]
-    assert gammas == expected
-
-
-@pytest.mark.filterwarnings("ignore")  # the Trainer's, of pinned memory
-def test_trainer_of_transformers(tmp_path: Path) -> None:
-    hf = require("transformers")
-    gammas: list[Any] = []
-
-    class Task(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = rg.convert(encoder(), gamma=0.9, memory="reverse")
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            gammas.append(gamma_of(self))
-            y = self.net(x)
-            return {"loss": y.square().mean(), "logits": y}
-
-    def trainer(steps: int) -> Any:
-        return hf.Trainer(
-            Task(),
-            hf.TrainingArguments(
-                str(tmp_path), max_steps=steps, per_device_train_batch_size=2, save_steps=4, report_to=[], use_cpu=True,
-                disable_tqdm=True, logging_strategy="no", save_only_model=False,
-            ),
-            train_dataset=[{"x": x} for x in X.repeat(8, 1, 1)],
-            callbacks=[trainer_callback({0: 0, 6: 1})],
-        )  # fmt: skip
-
-    trainer(4).train()
-    trainer(8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert gammas == [Fraction(9, 10) * Fraction(min(t, 6), 6) for t in range(8)]

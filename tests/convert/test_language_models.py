@@ -162,16 +162,6 @@ def test_dropped_layers() -> None:
         assert_same_bits(a, b)
 
 
-def test_checkpointing_by_the_model_itself_is_refused() -> None:
-    model = make("Llama")
-    rg.convert(model, memory="reverse")
-    model.gradient_checkpointing_enable()
-    with pytest.raises(RuntimeError, match=r"layers\.0 is converted, so it is not to be checkpointed too"):
-        model(**TOKENS)
-    model.gradient_checkpointing_disable()
-    step(model, lambda m: m(**TOKENS).logits)
-
-
 def test_shared_layers_of_albert() -> None:
     config = hf.AlbertConfig(
         vocab_size=64, embedding_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,

@@ -6,7 +6,8 @@ model through every test of this folder, add it to `SUBJECTS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import retrograde as rg
-from problems import Attention, Mlp, conv
+from problems import Attention, Mlp, Residual, assert_same_bits, conv
 
 MODES = ("store", "reverse", "checkpoint")
 SAMPLES, OUTPUTS = 8, 3
@@ -39,13 +40,13 @@ class Subject:
     """
     Args:
         make: the model, for a memory mode and a `verify`.
-        blocks: the blocks of its stack, to be sharded one by one.
+        stack: where the blocks of its stack are.
         shape: of one sample.
         alone: whether a sample's output depends on that sample only: then two half batches are one whole batch.
     """
 
     make: Callable[[str, str], nn.Module]
-    blocks: Callable[[nn.Module], Sequence[nn.Module]]
+    stack: str
     shape: tuple[int, ...]
     alone: bool
 
@@ -54,6 +55,10 @@ class Subject:
         with torch.random.fork_rng():
             torch.manual_seed(1)
             return self.make(memory, verify)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of its stack, to be sharded one by one."""
+        return list(model.get_submodule(self.stack).children())
 
     def batch(self, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """The joined batch of a step: inputs and targets."""
@@ -80,25 +85,10 @@ def _conv(memory: str, verify: str) -> nn.Module:
     return Model(stem, [conv(4) for _ in range(4)], head, memory=memory, verify=verify)
 
 
-class Residual(nn.Module):
-    """x + f(x)."""
-
-    def __init__(self, f: nn.Module) -> None:
-        super().__init__()
-        self.f = f
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x)
-
-
 def _converted(memory: str, verify: str) -> nn.Module:
     body = nn.Sequential(*(Residual(Mlp(16, 24)) for _ in range(6)))
     model = nn.Sequential(nn.Linear(6, 16), body, nn.Linear(16, OUTPUTS))
     return rg.convert(model, stages=["1"], memory=memory, verify=verify)
-
-
-def _converted_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    return list(model.get_submodule("1").children())
 
 
 class Added(nn.Module):
@@ -119,22 +109,13 @@ def _branches(memory: str, verify: str) -> nn.Module:
     return rg.convert(model, form="branch", stages=["1.layers"], memory=memory, verify=verify)
 
 
-def _branch_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    return list(model.get_submodule("1.layers").children())
-
-
-def _own_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    assert isinstance(model, Model)
-    return list(model.body.blocks)
-
-
 SUBJECTS = {
-    "mlp": Subject(_mlp, _own_blocks, (6,), alone=True),
-    "attention": Subject(partial(_attention, 0.0), _own_blocks, (5, 6), alone=True),
-    "attention+dropout": Subject(partial(_attention, 0.2), _own_blocks, (5, 6), alone=False),
-    "converted": Subject(_converted, _converted_blocks, (6,), alone=True),
-    "branch": Subject(_branches, _branch_blocks, (6,), alone=True),
-    "conv+batchnorm": Subject(_conv, _own_blocks, (2, 5, 5), alone=False),
+    "mlp": Subject(_mlp, "body.blocks", (6,), alone=True),
+    "attention": Subject(partial(_attention, 0.0), "body.blocks", (5, 6), alone=True),
+    "attention+dropout": Subject(partial(_attention, 0.2), "body.blocks", (5, 6), alone=False),
+    "converted": Subject(_converted, "1", (6,), alone=True),
+    "branch": Subject(_branches, "1.layers", (6,), alone=True),
+    "conv+batchnorm": Subject(_conv, "body.blocks", (2, 5, 5), alone=False),
 }
 
 
@@ -148,7 +129,7 @@ def train(
     subject: Subject,
     rank: int | None,
     *,
-    steps: int = 3,
+    steps: int = 2,
     micro: int = 1,
     dtype: torch.dtype = torch.float32,
     sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
@@ -183,6 +164,42 @@ def train(
 def _parts(batch: tuple[Tensor, Tensor], rank: int | None, micro: int) -> Iterator[tuple[Tensor, Tensor]]:
     x, target = batch if rank is None else tuple(t.chunk(2)[rank] for t in batch)
     yield from zip(x.chunk(micro), target.chunk(micro), strict=True)
+
+
+def in_every_mode(run: Callable[[str], dict[str, Tensor]], seed: int = 100) -> dict[str, Tensor]:
+    """What a run in reverse mode gave, once the runs in all modes agree to the bit. Each begins at the same random number."""
+    found = {}
+    for mode in MODES:
+        torch.manual_seed(seed)
+        found[mode] = {name.replace("module.", ""): t for name, t in run(mode).items()}
+        assert_same_bits(found["store"], found[mode])
+    return found["reverse"]
+
+
+def joined(kinds: Iterable[str], case: Callable[..., Any]) -> dict[str, Callable[[int], Any]]:
+    """Cases by name, of kinds that train on two processes as on one with the joined batch, in float32 and float64."""
+    return {
+        f"joined {kind} {str(dtype).split('.')[1]}": partial(case, kind, dtype)
+        for kind in kinds for dtype in (torch.float32, torch.float64)
+    }  # fmt: skip
+
+
+def assert_as_one(found: dict[str, Tensor], one: dict[str, Tensor], terms: int) -> None:
+    """Equal to reduction-order rounding.
+
+    A weight's gradient is a sum over samples and positions; two processes add the halves first. A sum of that many terms is off by
+    at most terms · eps/2 of the sum of their magnitudes either way, so by terms · eps between the two; four times that for what
+    steps and cancellation add. In float64 the same bound is 2^29 times tighter: nothing but rounding is behind the difference.
+    """
+    for name, t in found.items():
+        if t.is_floating_point() and (t.shape == one[name].shape or not name.startswith("output")):
+            units = relative_distance(t, one[name]) / torch.finfo(t.dtype).eps
+            assert units < 4 * terms, f"{name}: {units:.1f} units in the last place"
+
+
+def terms_of(kind: str) -> int:
+    """How many samples and positions a weight's gradient is a sum over."""
+    return SAMPLES * math.prod(SUBJECTS[kind].shape[:-1])
 
 
 def gradients_of(found: dict[str, Tensor]) -> dict[str, Tensor]:

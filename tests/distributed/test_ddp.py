@@ -8,16 +8,15 @@ rounding (training by one process on the joined batch).
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pair import Case, Outcomes, launch
-from subjects import MODES, SAMPLES, SUBJECTS, gradients_of, relative_distance, train
+from subjects import SUBJECTS, assert_as_one, gradients_of, in_every_mode, joined, relative_distance, terms_of, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,21 +33,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def unwrapped(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.replace("module.", ""): t for name, t in found.items()}
-
-
-def every_mode(
-    kind: str, rank: int, wrap: Callable[[nn.Module], nn.Module], verify: str = "strict", **how: Any
-) -> dict[str, Tensor]:
-    """Train in every memory mode; what reverse mode gave, once all agree to the bit."""
-    found = {}
-    for mode in MODES:
-        torch.manual_seed(100 + rank)  # dropout: other numbers on each rank, the same in each mode
-        found[mode] = unwrapped(train(wrap(SUBJECTS[kind].build(mode, verify)), SUBJECTS[kind], rank, **how))
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
-    return found["reverse"]
+def every_mode(kind: str, rank: int, wrap: Callable[[nn.Module], nn.Module], **how: Any) -> dict[str, Tensor]:
+    """Dropout draws other numbers on each rank, the same in each mode."""
+    subject = SUBJECTS[kind]
+    return in_every_mode(lambda mode: train(wrap(subject.build(mode, "strict")), subject, rank, **how), 100 + rank)
 
 
 def case_way(kind: str, way: str, rank: int) -> dict[str, Tensor]:
@@ -57,18 +45,13 @@ def case_way(kind: str, way: str, rank: int) -> dict[str, Tensor]:
 
 def case_accumulate(kind: str, way: str, rank: int) -> dict[str, Tensor]:
     """Two micro-batches a step, the first under no_sync."""
-    found = {}
-    for mode in MODES:
-        torch.manual_seed(100 + rank)
+
+    def run(mode: str) -> dict[str, Tensor]:
         ddp = DDP(SUBJECTS[kind].build(mode, "strict"), **WAYS[way])
+        sync = lambda last: nullcontext() if last else ddp.no_sync()  # noqa: E731
+        return train(ddp, SUBJECTS[kind], rank, micro=2, sync=sync)
 
-        def sync(last: bool, ddp: DDP = ddp) -> AbstractContextManager[None]:
-            return nullcontext() if last else ddp.no_sync()
-
-        found[mode] = unwrapped(train(ddp, SUBJECTS[kind], rank, micro=2, sync=sync))
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
-    return found["reverse"]
+    return in_every_mode(run, 100 + rank)
 
 
 def case_hook(hook: Callable[..., Any], rank: int) -> dict[str, Tensor]:
@@ -138,12 +121,8 @@ def case_unused_undeclared(rank: int) -> str:
     return "no error"
 
 
-def bf16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 def case_autocast(rank: int) -> dict[str, Tensor]:
-    return every_mode("mlp", rank, DDP, verify="strict", around=bf16)
+    return every_mode("mlp", rank, DDP, around=partial(torch.autocast, "cpu", torch.bfloat16))
 
 
 def case_buffers(rank: int) -> dict[str, Tensor]:
@@ -162,29 +141,29 @@ def case_buffers(rank: int) -> dict[str, Tensor]:
     model.get_submodule("stem").register_forward_pre_hook(note)
     train(DDP(model), SUBJECTS["conv+batchnorm"], rank)
     counts = {int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
-    assert counts == {3}, f"batches counted after 3 steps: {counts}"
+    assert counts == {2}, f"batches counted after 2 steps: {counts}"
     return seen
 
 
 def case_uneven(rank: int) -> dict[str, Tensor]:
     """Rank 1 has two steps more than rank 0: `join` answers its all-reduces on rank 0's behalf."""
-    found = {}
-    for mode in MODES:
+
+    def run(mode: str) -> dict[str, Tensor]:
         ddp = DDP(SUBJECTS["mlp"].build(mode, "strict"))
         with ddp.join():
             train(ddp, SUBJECTS["mlp"], rank, steps=2 + 2 * rank)
-        found[mode] = unwrapped({name: p.detach() for name, p in ddp.named_parameters()})
-    assert_same_bits(found["store"], found["reverse"])
-    return found["reverse"]
+        return {name: p.detach() for name, p in ddp.named_parameters()}
+
+    return in_every_mode(run)
 
 
-def case_joined(kind: str, dtype: torch.dtype, rank: int) -> dict[str, float]:
-    """Six steps on two processes, and on one process with the joined batch: how far apart, in units of the last place."""
-    subject = SUBJECTS[kind]
-    two = unwrapped(train(DDP(subject.build("reverse", "strict").to(dtype)), subject, rank, steps=6, dtype=dtype))
-    one = train(subject.build("reverse", "strict").to(dtype), subject, None, steps=6, dtype=dtype)
-    names = [name for name in one if not name.startswith("output")]
-    return {name: relative_distance(two[name], one[name]) / torch.finfo(dtype).eps for name in names}
+def case_joined(kind: str, dtype: torch.dtype, rank: int) -> None:
+    """Six steps on two processes, and on one process with the joined batch."""
+    subject, runs = SUBJECTS[kind], []
+    for wrap, half in ((DDP, rank), (lambda model: model, None)):
+        runs.append(train(wrap(subject.build("reverse", "strict").to(dtype)), subject, half, steps=6, dtype=dtype))
+    two, one = ({name.replace("module.", ""): t for name, t in run.items() if "output" not in name} for run in runs)
+    assert_as_one(two, one, terms_of(kind))
 
 
 KINDS_AND_WAYS = [(kind, way) for kind in SUBJECTS for way in ("default", "static_graph", "find_unused_parameters")]
@@ -206,11 +185,7 @@ OTHERS: dict[str, Case] = {
     "fp16 hook": partial(case_hook, fp16_compress_hook),
     "autocast": case_autocast,
 }
-JOINED = {
-    f"joined {kind} {str(dtype).split('.')[1]}": partial(case_joined, kind, dtype)
-    for kind, subject in SUBJECTS.items() if subject.alone
-    for dtype in (torch.float32, torch.float64)
-}  # fmt: skip
+JOINED = joined([kind for kind, subject in SUBJECTS.items() if subject.alone], case_joined)
 SINGLE: dict[str, Case] = {"undeclared": case_unused_undeclared, "buffers": case_buffers, "uneven": case_uneven}
 CASES: dict[str, Case] = {**BY_HAND, **ACCUMULATED, **OTHERS, **JOINED, **SINGLE}
 
@@ -257,16 +232,7 @@ def test_fp16_hook_compresses_and_plain_hook_does_not(outcomes: Outcomes) -> Non
 
 @pytest.mark.parametrize("name", JOINED)
 def test_two_processes_train_as_one_on_the_joined_batch(outcomes: Outcomes, name: str) -> None:
-    """Equal to reduction-order rounding after six steps, in float32 as in float64.
-
-    A weight's gradient is a sum over samples and positions; two processes add the halves first. A sum of that many terms is off by
-    at most terms · eps/2 of the sum of their magnitudes either way, so by terms · eps between the two; four times that for what
-    steps and cancellation add. In float64 the same bound is 2^29 times tighter: nothing but rounding is behind the difference.
-    """
-    terms = SAMPLES * math.prod(SUBJECTS[name.split()[1]].shape[:-1])
-    for found in outcomes.of(name):
-        worst = max(found, key=found.__getitem__)
-        assert found[worst] < 4 * terms, f"{worst}: {found[worst]:.1f} units in the last place"
+    outcomes.of(name)
 
 
 def test_unused_parameters_undeclared_are_refused_by_ddp(outcomes: Outcomes) -> None:
@@ -276,7 +242,7 @@ def test_unused_parameters_undeclared_are_refused_by_ddp(outcomes: Outcomes) -> 
 
 def test_statistics_are_broadcast_from_rank_0_before_each_pass(outcomes: Outcomes) -> None:
     zero, one = outcomes.of("buffers")
-    assert len(zero) == 3 * 3 * (1 + 2 * 4)  # three passes, three buffers per BatchNorm
+    assert len(zero) == 2 * 3 * (1 + 2 * 4)  # two passes, three buffers per BatchNorm
     assert_same_bits(zero, one)
 
 

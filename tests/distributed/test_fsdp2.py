@@ -7,7 +7,6 @@ sharding, and without mixed precision the bits of DDP.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from pair import Case, Outcomes, launch
-from subjects import MODES, SAMPLES, SUBJECTS, gradients_of, here, relative_distance, train
+from subjects import (
+    MODES,
+    SUBJECTS,
+    assert_as_one,
+    gradients_of,
+    here,
+    in_every_mode,
+    joined,
+    relative_distance,
+    terms_of,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import retrograde as rg
@@ -62,18 +72,14 @@ def whole(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def every_mode(
-    kind: str, way: str, rank: int, prepare: Callable[[nn.Module], None] | None = None, **how: Any
+    kind: str, way: str, rank: int, prepare: Callable[[nn.Module], None] = lambda model: None, **how: Any
 ) -> dict[str, Tensor]:
-    found = {}
-    for mode in MODES:
-        torch.manual_seed(100 + rank)
+    def run(mode: str) -> dict[str, Tensor]:
         model = sharded(kind, mode, way)
-        if prepare is not None:
-            prepare(model)
-        found[mode] = train(model, SUBJECTS[kind], rank, **how)
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
-    return found["reverse"]
+        prepare(model)
+        return train(model, SUBJECTS[kind], rank, **how)
+
+    return in_every_mode(run, 100 + rank)
 
 
 def case_way(kind: str, way: str, rank: int) -> dict[str, Tensor]:
@@ -96,22 +102,20 @@ def case_looked_at(way: str, rank: int) -> dict[str, Tensor]:
 
 def case_accumulate(way: str, every_block: bool, rank: int) -> dict[str, Tensor]:
     """Two micro-batches a step; gradients are reduced in the second one's backward pass only."""
-    found = {}
-    for mode in MODES:
-        model = sharded("mlp", mode, way)
-        assert isinstance(model, FSDPModule)
+
+    def run(mode: str) -> dict[str, Tensor]:
+        model: Any = sharded("mlp", mode, way)
 
         @contextmanager
-        def sync(last: bool, model: FSDPModule = model) -> Iterator[None]:
+        def sync(last: bool) -> Iterator[None]:
             model.set_requires_gradient_sync(last)
             if not every_block:  # keep parameters gathered from one micro-batch to the next
                 model.set_reshard_after_backward(last)
             yield
 
-        found[mode] = train(model, SUBJECTS["mlp"], rank, micro=2, sync=sync)
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
-    return found["reverse"]
+        return train(model, SUBJECTS["mlp"], rank, micro=2, sync=sync)
+
+    return in_every_mode(run)
 
 
 def freeze(model: nn.Module) -> None:
@@ -150,24 +154,20 @@ def case_before(rank: int) -> dict[str, Tensor]:
 
 def case_blocks_alone_in_bf16(rank: int) -> str:
     """Blocks in bf16 inside a float32 model: refused as a change of dtype, and right with output_dtype=float32."""
-    mesh = init_device_mesh("cpu", (2,))
     x, _ = SUBJECTS["mlp"].batch(rank)
-    found, message = {}, "no error"
-    for mode in ("store", "reverse", "checkpoint", "refused"):
-        model = SUBJECTS["mlp"].build("reverse" if mode == "refused" else mode, "strict")
-        output = None if mode == "refused" else torch.float32
+
+    def run(mode: str, output: torch.dtype | None = torch.float32) -> dict[str, Tensor]:
+        model = SUBJECTS["mlp"].build(mode, "strict")
         for block in SUBJECTS["mlp"].blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=output))
-        try:
-            model(x).square().mean().backward()
-        except ValueError as error:
-            message = str(error)
-            continue
-        found[mode] = gradients_here(model)
-    assert len(found["store"]) == 22
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
-    return message
+            policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=output)
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        model(x).square().mean().backward()
+        return gradients_here(model)
+
+    assert len(in_every_mode(run)) == 22
+    with pytest.raises(ValueError, match="bfloat16") as refused:
+        run("reverse", None)
+    return str(refused.value)
 
 
 def case_state_dict(rank: int) -> dict[str, Tensor]:
@@ -219,11 +219,7 @@ BITS |= {f"conv+batchnorm, {way}": partial(case_way, "conv+batchnorm", way) for 
 BITS |= {f"accumulate, {way}": partial(case_accumulate, way, True) for way in ("reshard", "keep")}
 BITS |= {"accumulate, kept gathered": partial(case_accumulate, "keep", False), "built before and after": case_before}
 BITS |= {f"frozen, {way}": partial(case_frozen, way) for way in ("reshard", "keep")}
-JOINED = {
-    f"joined {kind} {str(dtype).split('.')[1]}": partial(case_joined, kind, dtype)
-    for kind, subject in SUBJECTS.items() if subject.alone
-    for dtype in (torch.float32, torch.float64)
-}  # fmt: skip
+JOINED = joined([kind for kind, subject in SUBJECTS.items() if subject.alone], case_joined)
 SINGLE: dict[str, Case] = {
     "blocks alone in bf16": case_blocks_alone_in_bf16,
     "state dict": case_state_dict,
@@ -262,20 +258,19 @@ def test_reduced_gradient_is_the_mean_of_the_halves_to_the_bit(outcomes: Outcome
 def test_reduced_gradient_is_the_mean_of_the_halves_where_it_is_looked_at(outcomes: Outcomes, case: str) -> None:
     """To rounding: FSDP2's own hook on a branch leads the gradient through it, too."""
     kind = "branch" if case == "branch" else "converted"
-    expected = mean_of_halves(kind, None if case == "branch" else partial(halved, kind))
+    expected = mean_of_halves(kind, *[] if case == "branch" else [partial(halved, kind)])
     found = whole(outcomes.of(f"{case}, reshard"))
     for name, g in expected.items():
         torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-6)
 
 
-def mean_of_halves(kind: str, prepare: Callable[[nn.Module], None] | None = None) -> dict[str, Tensor]:
+def mean_of_halves(kind: str, prepare: Callable[[nn.Module], None] = lambda model: None) -> dict[str, Tensor]:
     """Without FSDP2, one process after the other."""
     halves = []
     for rank in (0, 1):
         torch.manual_seed(100 + rank)
         model = SUBJECTS[kind].build("store")
-        if prepare is not None:
-            prepare(model)
+        prepare(model)
         halves.append(gradients_of(train(model, SUBJECTS[kind], rank, steps=1)))
     return {n: (halves[0][n] + halves[1][n]) / 2 for n in halves[0]}
 
@@ -291,13 +286,9 @@ def test_mixed_precision_was_on(outcomes: Outcomes) -> None:
 
 @pytest.mark.parametrize("name", JOINED)
 def test_two_processes_train_as_one_on_the_joined_batch(outcomes: Outcomes, name: str) -> None:
-    """To reduction-order rounding; the bound is derived in test_ddp."""
     kind, dtype = name.split()[1], torch.float64 if name.endswith("64") else torch.float32
-    terms = SAMPLES * math.prod(SUBJECTS[kind].shape[:-1])
     one = train(SUBJECTS[kind].build("reverse").to(dtype), SUBJECTS[kind], None, steps=6, dtype=dtype)
-    for part, found in whole(outcomes.of(name)).items():
-        units = relative_distance(found, one[part]) / torch.finfo(dtype).eps
-        assert units < 4 * terms, f"{part}: {units:.1f} units in the last place"
+    assert_as_one(whole(outcomes.of(name)), one, terms_of(kind))
 
 
 def test_blocks_alone_in_bf16_are_refused_with_both_dtypes_named(outcomes: Outcomes) -> None:

@@ -152,7 +152,8 @@ class Program:
 
     def do_checkpointed(self) -> None:
         with torch.no_grad():
-            self.forward()  # so that a pass run again begins with the range that the first one began with
+            for _ in range(3):
+                self.forward()  # so that a pass run again begins with the range that the first one began with
         if self.case.signed:  # other signs, other magnitudes: the range would move in between
             self.net.range.setting = self.net.range.now
         with self.autocast():

@@ -123,7 +123,7 @@ def test_threads_that_share_one_converted_model(training: bool) -> None:
 @pytest.mark.parametrize("memory", [*REPLAYING, "store"])
 def test_a_model_that_checkpoints_with_reentry_is_refused(memory: str) -> None:
     """v goes on from a segment that ran without gradients; its own gradient would be lost."""
-    with pytest.raises(rg.ReplayError, match=r"use_reentrant=True.*Turn that off"):
+    with pytest.raises(rg.ReplayError, match=r"use_reentrant=True.*Pass use_reentrant=False"):
         checkpoint_sequential(loop(memory=memory), 2, X.clone().requires_grad_(), use_reentrant=True).sum().backward()
 
 
@@ -320,7 +320,7 @@ def test_x_changed_between_blocks_behind_pytorchs_back_is_refused(
 
 
 def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
-    from retrograde.convert.unseen import Unseen
+    from retrograde.convert.next_x import Unseen
     from retrograde.reverse.deferred import Deferred
 
     class Event:

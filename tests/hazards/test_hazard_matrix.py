@@ -13,7 +13,8 @@ import retrograde as rg
 
 SEEN_BY_VERIFY_ONLY = {
     "generator_held", "numpy_random", "python_random", "attribute_counts_calls",
-    "mutable_configuration_changed_between", "data_swapped_between", "data_written_between",
+    "mutable_configuration_changed_between", "data_swapped_between", "data_written_between", "loss_with_numpy_negatives",
+    "batchnorm_outside", "noise_behind_a_small_scale", "noise_beside_large_values",
 }  # fmt: skip
 WRONG: dict[str, str] = {}
 REFUSED = {
@@ -21,7 +22,9 @@ REFUSED = {
     "inf_from_a_block", "parameter_written_between", "optimizer_step_between", "weights_loaded_between", "frozen_between",
     "unfrozen_between", "buffer_written_between", "optimizer_in_backward_nothing_saved", "extra_input_written_between",
     "in_place_on_saved_tensor", "complex_numbers", "block_changes_shape", "backward_twice", "own_function_reading_twice",
-    "vmap_over_the_network", "per_sample_gradients", "func_grad", "forward_mode",
+    "vmap_over_the_network", "per_sample_gradients", "func_grad", "forward_mode", "loss_against_the_block_before",
+    "losses_emptied_before_backward", "differentiable_table_kept", "energy_by_torch_func", "dtype_changed_between",
+    "float64_very_small",
 }  # fmt: skip
 COULD_BE_RIGHT = {
     "optimizer_in_backward_nothing_saved",
@@ -35,7 +38,8 @@ MUST_NAME = {
     "per_sample_gradients": "torch.autograd", "func_grad": "torch.autograd", "forward_mode": "torch.autograd",
 }  # fmt: skip
 ACTION = re.compile(
-    r"\b(use|pass|run|make|change|give|set|specify|leave|find|call|keep|wrap|split|names|zero)\b", re.IGNORECASE
+    r"\b(use|pass|run|make|change|give|set|specify|leave|find|call|keep|wrap|split|names|zero|multiply)\b",
+    re.IGNORECASE,
 )
 
 

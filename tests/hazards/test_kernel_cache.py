@@ -85,6 +85,17 @@ def test_a_directory_of_another_user_is_left_alone(cache: Path, monkeypatch: pyt
     assert not list(cache.iterdir())
 
 
+def test_a_user_without_a_home_has_kernels_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers run whoever they are told to."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert fresh() is not None
+
+
 def test_a_relative_cache_directory_is_not_obeyed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -64,11 +64,13 @@ CPU. What a range cannot hold:
   single element does not show.
 """
 VERIFY_NOTE = """\
-What `verify="off"` lets through is always of one kind: a block that reads something other than its input, its parameters, its
-buffers, torch's generators and its mode, and that something has changed when the block is run again. `torch.utils.checkpoint`
-and the others are wrong there as well, or right by luck where the quantity enters no saved tensor.
+What `verify="off"` lets through is a block that does not repeat itself: it reads something that is not restored for its replay
+(only its input, its parameters and buffers, torch's generators, its mode, autocast and its lists are), and that something has
+changed. Or its parameters were changed through `.data`. In a converted model also an x that was changed between two blocks
+through `.data` or NumPy. `torch.utils.checkpoint` and the others are wrong there as well, or right by luck where the quantity
+enters no saved tensor.
 
-The default, `verify="auto"`, finds it, in reverse and in checkpoint mode. Gradients are made of what a block saves for
+The default, `verify="auto"`, finds that, in reverse and in checkpoint mode. Gradients are made of what a block saves for
 autograd and of nothing else. So a sample of every tensor saved is hashed at the first run and at the replay: all of it up to
 256 elements, beyond that as many, evenly spread. This also finds what enters a gradient and not the output: something
 random behind a gate of zeros (ReZero, LayerScale, LoRA at the start), the mask of a straight-through estimator, a factor that

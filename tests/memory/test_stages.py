@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import retrograde as rg
 from conversion import anatomy, step
@@ -53,8 +54,7 @@ def scheduler_of(model: nn.Module) -> Scheduler:
 
 def observed(model: nn.Module, plans: Any = None) -> Step:
     """A step of a converted model with these plans, without values."""
-    scheduler, stacks = model.__dict__[SCHEDULER]
-    return scheduler.step(model, stacks, (IMAGES,), {}, plans)
+    return Scheduler(None, outputs=2).step(model, [stage.stack for stage in stages_of(model)], (IMAGES,), {}, plans)
 
 
 def used(model: nn.Module) -> dict[str, str]:
@@ -398,8 +398,43 @@ def test_what_is_left_without_values_is_refused(place: int, kept: str) -> None:
         for n in (4, 5):
             model(torch.full((n, 8), 0.3)).square().sum().backward()
 
-    with pytest.raises(TypeError, match=r"without values is used.*Clear that, and keep the tensor as a buffer"):
+    with pytest.raises(RuntimeError, match=r"without values is used.*Clear that, and keep the tensor as a buffer"):
         steps()
+
+
+def test_losses_left_without_values_in_a_list_are_refused_by_name() -> None:
+    """Python's `+` turns a TypeError from inside a tensor into one about classes of tensors."""
+    losses: list[Tensor] = []
+
+    class Penalised(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            losses.append(self.linear(x).square().mean())
+            return super().forward(x)
+
+    model = rg.convert(nn.Sequential(*[Penalised() for _ in range(4)]), stages=["*"], memory=10**9)
+    y = model(torch.ones(4, 8))
+    with pytest.raises(RuntimeError, match="a tensor without values is used"):
+        y.sum() + sum(losses)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_cached_parametrizations_are_those_of_the_model() -> None:
+    found = []
+    for memory in ("store", "reverse", 10**9, 20_000):
+        torch.manual_seed(0)
+        blocks = [Residual() for _ in range(4)]
+        for block in blocks:
+            parametrize.register_parametrization(block.linear, "weight", Doubled())
+        model = rg.convert(nn.Sequential(*blocks), stages=["*"], memory=memory)
+        with parametrize.cached():
+            model(torch.ones(4, 8)).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+        assert all(type(g) is Tensor for g in found[-1])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_a_plan_that_takes_more_than_was_thought_is_exchanged() -> None:

@@ -12,7 +12,6 @@ from retrograde.nets.iresnet import (
     BoundedLinear,
     IResNet,
     certified_norm,
-    invert,
     needed,
     symbol_norm,
 )
@@ -53,8 +52,8 @@ def test_the_norm_is_that_of_the_convolution_itself(settings: dict[str, int], ke
     exact = float(torch.linalg.matrix_norm(matrix(plain, plain.weight, shape), 2).detach())
     assert float(layer.sigma().detach()) == pytest.approx(exact, rel=1e-3)
     assert torch.linalg.matrix_norm(matrix(plain, layer.bounded(), shape), 2) <= 0.5 * (1 + 1e-3)
-    assert certified_norm(plain, torch.Size(shape)) == pytest.approx(exact, rel=1e-9)
-    assert exact * (1 - 1e-12) <= symbol_norm(plain, torch.Size(shape)) <= 1.5 * exact
+    assert certified_norm(plain, torch.Size(shape), plain.weight) == pytest.approx(exact, rel=1e-9)
+    assert exact * (1 - 1e-12) <= symbol_norm(plain, torch.Size(shape), plain.weight) <= 1.5 * exact
     if kernel == 3:
         reshaped = float(torch.linalg.matrix_norm(plain.weight.flatten(1), 2).detach())
         assert abs(reshaped - exact) > 0.02 * exact  # the shortcut is another number
@@ -65,7 +64,9 @@ def test_the_symbols_bound_is_tight_on_large_images() -> None:
     layer = BoundedConv2d(plain, 0.5).eval()
     layer(torch.zeros(1, *shape, dtype=torch.float64))
     sigma = float(layer.sigma().detach())
-    assert sigma <= certified_norm(plain, shape) == symbol_norm(plain, shape) <= 1.02 * sigma
+    assert (
+        sigma <= certified_norm(plain, shape, plain.weight) == symbol_norm(plain, shape, plain.weight) <= 1.02 * sigma
+    )
 
 
 def test_the_linear_norm_and_small_weights_are_left_alone() -> None:
@@ -128,22 +129,6 @@ def test_the_slowest_contraction(sign: int) -> None:
     assert 100 < certificate.iterations <= certificate.needed < 200
 
 
-def test_it_trains_and_still_inverts() -> None:
-    net, x = IResNet([dense(2) for _ in range(6)], coefficient=0.8), torch.randn(64, 2)
-    target = x * 1.5 + x.sin()
-    optimizer = torch.optim.Adam(net.parameters(), 2e-2)
-    losses = []
-    for _ in range(40):
-        loss = (net(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] / 5
-    net.eval()
-    assert (net.inverse(net(x).detach())[0] - x).norm() / x.norm() <= 1e-6
-
-
 def test_inverse_in_training_mode_uses_the_weights_of_the_last_forward() -> None:
     net, x = IResNet(stretched([dense() for _ in range(3)]), coefficient=0.7).double(), torch.randn(8, 6).double()
     for _ in range(5):
@@ -156,25 +141,6 @@ def test_it_takes_a_residual_networks_parameters() -> None:
     net = IResNet([convolutional() for _ in range(3)])
     net.blocks.load_state_dict(plain.state_dict())
     assert net.blocks.state_dict().keys() == plain.state_dict().keys()
-
-
-def test_wrong_input() -> None:
-    for c in (1, 1.5, 0, -0.1, math.nan):
-        with pytest.raises(ValueError, match=r"above 0 and below 1; got .*0.9 is a common choice"):
-            IResNet([dense()], coefficient=c)
-    with pytest.raises(TypeError, match=r"block 1 holds a BatchNorm2d.*no normalisation"):
-        IResNet([convolutional(), nn.Sequential(nn.BatchNorm2d(3))])
-    with pytest.raises(ValueError, match="groups=1"):
-        IResNet([nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=2))])
-    net = IResNet([dense()]).eval()
-    with pytest.raises(ValueError, match=r"12 values of 12 that are NaN"):
-        net(torch.full((2, 6), math.nan))
-    with pytest.raises(ValueError, match="the output to invert has 1 values"):
-        net.inverse(torch.tensor([[0.0] * 5 + [math.inf]]))
-    with pytest.raises(ValueError, match="tolerance"):
-        net.inverse(torch.zeros(1, 6), tolerance=0)
-    with pytest.raises(ArithmeticError, match=r"does not contract as its bound of 0\.5 says"):
-        invert(stretched([dense()])[0], torch.randn(1, 6), 0.5, 1e-6)
 
 
 def test_what_cannot_be_proven_is_refused() -> None:

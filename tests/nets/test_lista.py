@@ -1,20 +1,12 @@
 """ISTA solves the Lasso; its learned forms start from it, share parameters, train and are reversible."""
 
-import math
-
 import pytest
 import torch
 
-from problems import same_in_every_mode
-from retrograde.nets.lista import Lista, dictionary, ista, lasso, samples, soft_threshold
+from problems import fitted
+from retrograde.nets.lista import Lista, dictionary, ista, lasso, samples
 
 LAM = 0.1
-
-
-class Modes(Lista):
-    """With the memory mode where the shared test looks for it."""
-
-    memory = property(lambda self: self.net.memory, lambda self, mode: setattr(self.net, "memory", mode))
 
 
 def test_ista_reaches_the_optimum() -> None:
@@ -74,14 +66,6 @@ def test_the_forms_are_the_equations() -> None:
     torch.testing.assert_close(momentum(y), x, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["momentum", "revnet"])
-def test_gradients_are_those_of_stored_activations(form: str) -> None:
-    D = dictionary(4, 6)
-    net = Modes(D, LAM, depth=12, form=form, verify="strict")
-    found = same_in_every_mode(net, samples(8, D))
-    assert all(found[name].any() for name in found if name.endswith("W2"))
-
-
 def test_training_helps_and_momentum_beats_the_revnet() -> None:
     """In small what Fig. 10 shows: the RevNet cannot converge."""
     generator = torch.Generator().manual_seed(0)
@@ -91,30 +75,7 @@ def test_training_helps_and_momentum_beats_the_revnet() -> None:
     plain = float(lasso(ista(test, D, LAM, 10), test, D, LAM).mean())
     for form in ("resnet", "momentum", "revnet"):
         net = Lista(D, LAM, depth=10, form=form, gamma=0.3)
-        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-        for _ in range(40):
-            optimizer.zero_grad()
-            net.loss(samples(100, D, generator=generator)).backward()
-            optimizer.step()
+        fitted(net, lambda net=net: net.loss(samples(100, D, generator=generator)), 1e-3, 40)
         after[form] = float(net.loss(test).detach())
     assert best < after["resnet"] < plain
     assert after["momentum"] < after["revnet"]
-
-
-def test_wrong_input() -> None:
-    D = dictionary(4, 6)
-    with pytest.raises(ValueError, match="form must be one of 'resnet', 'momentum', 'revnet'"):
-        Lista(D, LAM, 3, form="lista")
-    with pytest.raises(ValueError, match=r"y must be \(N, 4\).*got \(2, 6\)"):
-        Lista(D, LAM, 3)(torch.ones(2, 6))
-    with pytest.raises(ValueError, match="lam must be above 0"):
-        Lista(D, 0.0, 3)
-    with pytest.raises(ValueError, match="depth must be a whole number from 1"):
-        Lista(D, LAM, 0)
-    with pytest.raises(ValueError, match="D must be a matrix"):
-        Lista(torch.ones(3), LAM, 3)
-    with pytest.raises(ValueError, match="D has 24 values of 24"):
-        Lista(D * math.nan, LAM, 3)
-    with pytest.raises(ValueError, match="y has 8 values of 8"):
-        Lista(D, LAM, 3)(torch.full((2, 4), math.nan))
-    assert soft_threshold(torch.tensor([-0.05, 0.3]), 0.1).tolist() == pytest.approx([0.0, 0.2])

@@ -244,7 +244,7 @@ def momentum(memory: str, depth: int = 5, **options: Any) -> rg.MomentumNet:
 
 
 def converted(verify: str, **options: Any) -> nn.Module:
-    return rg.convert(nn.Sequential(*blocks(5)), stages=["*"], verify=verify, **options)
+    return rg.convert(nn.Sequential(*blocks(5)), stages=["*"], form="block", verify=verify, **options)
 
 
 NETS: dict[str, Callable[[str], nn.Module]] = {
@@ -561,3 +561,14 @@ def test_on_a_cpu_values_are_judged_at_once() -> None:
     with pytest.raises(rg.ReplayError, match="this"):
         Deferred().tell(torch.ones(2), say)
     Deferred().tell(torch.ones(2, device="meta"), say)  # nothing is known of these
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_running_statistics_that_instance_norm_copies_in_16_bits(dtype: torch.dtype, gamma: float) -> None:
+    """A replay works on scratch memory instead of them; what it saves is as large, and of no use to a gradient."""
+    blocks = [nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.Conv2d(4, 4, 1)) for _ in range(3)]
+    net = rg.MomentumNet(blocks, gamma=gamma, memory="checkpoint")
+    with torch.autocast("cpu", dtype):
+        y = net(torch.randn(2, 4, 5, 5, dtype=torch.float32 if gamma else dtype))
+    y.float().sum().backward()

@@ -340,3 +340,55 @@ def test_the_setting_comes_back_with_the_end_of_the_graph() -> None:
     loss.backward()
     del loss, run, state
     assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_a_model_that_gets_another_dtype_before_backward_is_refused(memory: str) -> None:
+    """No version counts it, and what a matrix product says of it helps nobody."""
+    net = rg.MomentumNet([nn.Linear(4, 4) for _ in range(3)], memory=memory)
+    loss = net(torch.ones(2, 4)).sum()
+    net.double()
+    with pytest.raises(rg.ReplayError, match=r"block 2 were made torch.float64 after its forward pass.*float32"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("memory", ["reverse", "checkpoint"])
+def test_torch_func_inside_a_block_is_refused_by_name(memory: str) -> None:
+    class Energy(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.grad(lambda x: super(Energy, self).forward(x).square().sum())(x)
+
+    with pytest.raises(rg.ReplayError, match=r"block 0 calls torch.func.grad.*memory='store'"):
+        rg.MomentumNet([Energy(4) for _ in range(2)], memory=memory)(torch.ones(2, 4))
+
+
+class Bell(torch.autograd.Function):
+    """exp(-x²), whose backward makes the gradient in the memory of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.exp(-x * x)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return y.mul_(-2 * x).mul_(gradient)
+
+
+class Belled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return Bell.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("verify", ["auto", "strict"])
+def test_a_function_may_write_to_the_output_it_saved(verify: str) -> None:
+    found = []
+    for memory in ("store", "reverse", "checkpoint"):
+        torch.manual_seed(0)
+        net = rg.MomentumNet([Belled(4) for _ in range(4)], memory=memory, verify=verify)
+        net(torch.ones(2, 4)).sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.linalg import expm
 from theory_evidence import EPSILONS, KINDS, assemble, check, degradation, draw
@@ -13,8 +12,6 @@ from retrograde.theory import lambda_min, psi, represent
 from retrograde.theory.construct import edge_series
 from retrograde.theory.flow import evaluate
 from retrograde.theory.scalar import Inverse
-
-deterministic = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +42,6 @@ def test_the_residual_is_small_in_exact_arithmetic_too(kind):
             found += 1
 
 
-@deterministic
 @given(st.integers(1, 8), st.sampled_from(EPSILONS), st.integers(0, 2**32 - 1))
 def test_undoes_psi_on_its_principal_domain(d, eps, seed):
     rng = np.random.default_rng(seed)
@@ -54,7 +50,6 @@ def test_undoes_psi_on_its_principal_domain(d, eps, seed):
     np.testing.assert_allclose(represent(psi(theta, eps), eps), theta, atol=1e-9)
 
 
-@deterministic
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_eps_zero_is_a_real_logarithm(d, seed):
     matrix = np.random.default_rng(seed).normal(size=(d, d))
@@ -120,8 +115,3 @@ def test_close_eigenvalues_cost_nothing():
     for gap in (1e-3, 1e-6, 1e-9, 1e-12, 1e-15, 0.0):
         matrix = np.array([[0.5, 1.0, 1.0], [0.0, 0.5 + gap, 1.0], [0.0, 0.0, 0.5 - gap]])
         assert np.linalg.norm(psi(represent(matrix, 0.5), 0.5) - matrix) < 1e-14 * np.linalg.norm(matrix)
-
-
-def test_returns_the_kind_it_was_given():
-    assert isinstance(represent(torch.eye(2), 1.0), torch.Tensor)
-    assert isinstance(represent([[2, 0], [0, 3]], 1.0), np.ndarray)

@@ -4,16 +4,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.integrate import solve_ivp
 from scipy.linalg import expm
 from theory_references import psi_ref, relative_error
 
 from retrograde.theory import linear_flow, psi
-
-deterministic = settings(derandomize=True, deadline=None, max_examples=60)
 
 
 def block_system(theta, eps):
@@ -21,7 +17,6 @@ def block_system(theta, eps):
     return np.block([[np.zeros((d, d)), np.eye(d)], [theta / eps, -np.eye(d) / eps]])
 
 
-@deterministic
 @given(st.integers(1, 8), st.integers(0, 2**32 - 1), st.floats(-1.3, 3), st.floats(-2, 1))
 def test_equals_the_exponential_of_the_block_system(d, seed, log_eps, log_scale):
     eps = 10**log_eps
@@ -30,16 +25,6 @@ def test_equals_the_exponential_of_the_block_system(d, seed, log_eps, log_scale)
     on_x, on_v = linear_flow(theta, eps)
     np.testing.assert_allclose(on_x, flow[:d, :d], rtol=0, atol=1e-12 * np.linalg.norm(flow[:d, :d]))
     np.testing.assert_allclose(on_v, flow[:d, d:], rtol=0, atol=1e-12 * np.linalg.norm(flow[:d, d:]))
-
-
-@pytest.mark.parametrize("eps", [0.05, 0.5, 5.0])
-def test_equals_an_ode_solver(eps):
-    theta = np.random.default_rng(1).normal(size=(3, 3))
-    x0 = np.array([1.0, -2.0, 0.5])
-    found = solve_ivp(
-        lambda _, s: block_system(theta, eps) @ s, (0, 1), np.r_[x0, np.zeros(3)], "DOP853", rtol=1e-12, atol=1e-12
-    )
-    np.testing.assert_allclose(psi(theta, eps) @ x0, found.y[:3, -1], atol=1e-10)
 
 
 # Rounding θ/ε + 1/(4ε²) alone moves √W by u/(4ε), and with it log Ψ: that is the error to expect.
@@ -77,7 +62,6 @@ def test_tends_to_the_exponential_like_eps(d):
     np.testing.assert_allclose(psi(theta, 0.0), expm(theta), atol=1e-13 * np.linalg.norm(expm(theta)))
 
 
-@deterministic
 @given(st.integers(0, 2**32 - 1), st.floats(0.1, 10), st.floats(0.05, 1.5), st.floats(0.05, 1.5))
 def test_two_flows_make_one(seed, eps, first, second):
     theta = np.random.default_rng(seed).normal(size=(3, 3))
@@ -88,15 +72,6 @@ def test_two_flows_make_one(seed, eps, first, second):
 
     both = whole(first + second)
     np.testing.assert_allclose(whole(second) @ whole(first), both, atol=1e-11 * np.linalg.norm(both))
-
-
-def test_returns_the_kind_it_was_given():
-    theta = torch.eye(2, dtype=torch.float32)
-    found = psi(theta, 0.5)
-    assert isinstance(found, torch.Tensor)
-    assert found.dtype == torch.float64
-    np.testing.assert_array_equal(found.numpy(), psi(np.eye(2), 0.5))
-    assert isinstance(psi([[1, 0], [0, 1]], 0.5), np.ndarray)
 
 
 def test_says_when_the_result_is_too_large():

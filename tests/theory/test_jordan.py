@@ -2,17 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from theory_evidence import assemble
 
 from retrograde.theory.jordan import analyse, chains, staircase
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=80)
 partitions = st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) <= 8)
 
 
-@deterministic
 @given(partitions, st.integers(0, 2**32 - 1))
 def test_finds_the_blocks_of_one_eigenvalue(sizes, seed):
     matrix = assemble([(complex(-2), size) for size in sizes], np.random.default_rng(seed), condition=10.0)
@@ -21,7 +19,6 @@ def test_finds_the_blocks_of_one_eigenvalue(sizes, seed):
     assert abs(cluster.eigenvalue + 2) < 1e-10
 
 
-@deterministic
 @given(partitions, partitions, st.integers(0, 2**32 - 1))
 def test_keeps_two_eigenvalues_apart_and_leaves_the_rest(first, second, seed):
     rng = np.random.default_rng(seed)
@@ -32,7 +29,6 @@ def test_keeps_two_eigenvalues_apart_and_leaves_the_rest(first, second, seed):
     assert len(structure.t) - structure.tail == 3
 
 
-@deterministic
 @given(partitions, st.integers(0, 2**32 - 1))
 def test_the_structure_found_is_within_the_tolerance(sizes, seed):
     rng = np.random.default_rng(seed)
@@ -45,7 +41,6 @@ def test_the_structure_found_is_within_the_tolerance(sizes, seed):
     assert not np.linalg.matrix_power(cluster.nilpotent, max(sizes)).any()
 
 
-@deterministic
 @given(partitions, st.integers(0, 2**32 - 1))
 def test_chains_are_chains_and_a_basis(sizes, seed):
     matrix = assemble([(complex(-2), size) for size in sizes], np.random.default_rng(seed), condition=10.0)

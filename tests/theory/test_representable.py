@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from theory_evidence import EPSILONS, assemble, expected
 
@@ -13,13 +13,11 @@ from retrograde.theory import is_representable, lambda_min, largest_multiple, mi
 from retrograde.theory.jordan import analyse
 from retrograde.theory.representable import paired, staggered
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=120)
 blocks_of = st.lists(
     st.tuples(st.sampled_from([-2.5, -1.5, -0.02, 0.4, 2.0]), st.integers(1, 3)), min_size=1, max_size=5
 ).filter(lambda blocks: sum(size for _, size in blocks) <= 8)
 
 
-@deterministic
 @given(blocks_of, st.sampled_from(EPSILONS), st.integers(0, 2**32 - 1))
 def test_the_verdict_follows_from_the_blocks(blocks, eps, seed):
     blocks = [(complex(value), size) for value, size in blocks]
@@ -29,7 +27,6 @@ def test_the_verdict_follows_from_the_blocks(blocks, eps, seed):
     assert sorted(round(o.eigenvalue, 6) for o in obstacles(matrix, eps)) == sorted(faults)
 
 
-@deterministic
 @given(blocks_of, st.integers(0, 2**32 - 1))
 def test_eps_zero_is_culvers_condition(blocks, seed):
     blocks = [(complex(value), size) for value, size in blocks]
@@ -54,7 +51,6 @@ def test_a_block_at_the_minimum_splits_in_two(m, eps):
     assert staggered(cluster.blocks)
 
 
-@deterministic
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_two_forms_of_the_rule_at_the_edge_agree(sizes):
     """Pairs (k, k), (k+1, k) and 1s, against: no two differences of kernel dimensions are the same odd number."""
@@ -84,11 +80,6 @@ def test_more_is_representable_as_eps_grows():
         assert before < after
 
 
-def test_minus_the_identity_needs_an_even_dimension():
-    assert [is_representable(-np.eye(d), 1.0) for d in (1, 2, 3, 4)] == [False, True, False, True]
-
-
-@deterministic
 @given(blocks_of, st.sampled_from([0.1, 0.5, 2.0, 20.0]), st.integers(0, 2**32 - 1))
 def test_the_largest_multiple_is_the_largest(blocks, eps, seed):
     blocks = [(complex(value), size) for value, size in blocks]
@@ -107,8 +98,3 @@ def test_the_largest_multiple_of_a_single_negative_eigenvalue_is_reached():
     alpha = largest_multiple(torch.tensor([[-3.0]]), 0.5)
     assert alpha == lambda_min(0.5) / -3.0
     assert is_representable([[-3.0 * alpha]], 0.5)
-
-
-def test_scale_does_not_help_a_first_order_model():
-    assert largest_multiple([[-1.0]], 0.0) == 0.0
-    assert largest_multiple([[2.0]], 0.0) == math.inf

@@ -7,8 +7,7 @@ from itertools import pairwise
 import mpmath as mp
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from theory_references import lambda_ref
 
@@ -56,11 +55,6 @@ def test_G_is_psi_along_a_line(eps):
     assert abs(reached / lambda_min(eps) - 1) < 1e-12
 
 
-def test_G_keeps_shape_and_kind():
-    assert G(torch.zeros(2, 3), 1.0).shape == (2, 3)
-    assert isinstance(G(torch.zeros(2, 3), 1.0), torch.Tensor)
-
-
 def test_below_the_range_of_float64_lambda_min_is_minus_zero():
     assert lambda_min(5e-4) == 0
     assert lambda_min(7e-4) < 0
@@ -69,12 +63,10 @@ def test_below_the_range_of_float64_lambda_min_is_minus_zero():
 # The scalar inverse: a root, the right one, with its symmetries -----------------------------------------------------
 
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=150)
 epsilons = st.floats(-3, 3).map(lambda x: 10**x)
 angles = st.floats(-math.pi, math.pi)
 
 
-@deterministic
 @given(epsilons, st.floats(-8, 6), angles)
 def test_root_is_a_root_in_the_whole_plane(eps, log_radius, angle):
     inverse = Inverse.of(eps)
@@ -84,7 +76,6 @@ def test_root_is_a_root_in_the_whole_plane(eps, log_radius, angle):
     assert inverse.root(value.conjugate()) == theta.conjugate() or value.imag == 0
 
 
-@deterministic
 @given(epsilons, st.floats(0.05, 6), st.floats(-3.1, 3.1))
 def test_root_stays_on_the_principal_sheet(eps, s_real, s_imag):
     """Ψ_ε is one to one where |Im √W| < π: there the root is the point one started from."""
@@ -97,7 +88,6 @@ def test_root_stays_on_the_principal_sheet(eps, s_real, s_imag):
     assert abs(found - theta) < 1e-12 * (abs(theta) + 0.25 / eps) + rounding
 
 
-@deterministic
 @given(epsilons, st.floats(-12, 8))
 def test_real_values_above_the_edge_have_real_roots(eps, log_distance):
     inverse = Inverse.of(eps)
@@ -139,8 +129,3 @@ def test_value_and_slope_in_high_precision(theta, eps):
     noise = 4e-16 * float(abs(slope)) * (abs(theta) + 0.25 / eps)
     assert abs(found - complex(value)) < 1e-14 * float(abs(value)) + noise
     assert abs(found_slope - complex(slope)) < 1e-12 * float(abs(slope))
-
-
-def test_eps_zero_is_the_logarithm():
-    assert Inverse.of(0.0).root(-2.0) == cmath.log(-2)
-    assert Inverse.of(0.0).root(1 - 1j) == cmath.log(1 - 1j)

@@ -11,7 +11,6 @@ near λ_ε: nearer ones could not be told from equal ones at the default toleran
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -176,70 +175,67 @@ def degradation(
     return tuple(np.median(np.array(rows), axis=0).tolist())
 
 
+def table(*rows: list[object]) -> None:
+    """A table in Markdown; the first row is its head."""
+    head, *rest = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    print("", head, "|" + "---|" * len(rows[0]), *rest, sep="\n")
+
+
+def outcome(matrix: np.ndarray, rtol: float) -> str:
+    try:
+        theta = represent(matrix, 1.0, rtol=rtol, max_residual=1e300)
+    except ValueError:
+        return "refused"
+    return f"{np.linalg.norm(psi(theta, 1.0) - matrix) / np.linalg.norm(matrix):.1e}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=2021)
     options = parser.parse_args()
     count, rng = options.count, np.random.default_rng(options.seed)
-    start = time.perf_counter()
-    wrong, residuals, refused = Counter(), defaultdict(list), Counter()
-    for k in range(count):
-        problem = draw(KINDS[k % len(KINDS)], EPSILONS[k // len(KINDS) % len(EPSILONS)], rng)
-        right, residual = check(problem)
-        wrong[problem.kind] += not right
-        refused[problem.kind] += np.isnan(residual)
-        if not np.isnan(residual):
-            residuals[problem.kind].append(residual)
-    print(f"{count} matrices in {time.perf_counter() - start:.0f} s")
-    print("| kind | represented | refused | wrong verdict | median residual | 99 % | largest | above 1e-8 |")
-    print("|---|---|---|---|---|---|---|---|")
-    for kind in KINDS:
-        values = np.array(residuals[kind])
-        print(
-            f"| {kind} | {len(values)} | {refused[kind]} | {wrong[kind]} | {np.median(values):.1e} | "
-            f"{np.quantile(values, 0.99):.1e} | {values.max():.1e} | {(values > 1e-8).sum()} |"
-        )
 
-    distances = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
-    print(
-        f"\n| blocks | ε | {' | '.join(f'{distance:.0e}' for distance in distances)} |\n|{'---|' * (len(distances) + 2)}"
+    def checked(kinds: tuple[str, ...], n: int, condition: float) -> dict[str, np.ndarray]:
+        """By kind, verdicts (1: right) and residuals of n matrices."""
+        found: dict[str, list[tuple[bool, float]]] = {kind: [] for kind in kinds}
+        for k in range(n):
+            kind, eps = kinds[k % len(kinds)], EPSILONS[k // len(kinds) % len(EPSILONS)]
+            found[kind].append(check(draw(kind, eps, rng, condition)))
+        return {kind: np.array(values).T for kind, values in found.items()}
+
+    rows: list[list[object]] = []
+    for kind, (right, residuals) in checked(KINDS, count, 30.0).items():
+        values = residuals[~np.isnan(residuals)]
+        figures = [f"{x:.1e}" for x in (np.median(values), np.quantile(values, 0.99), values.max())]
+        wrong, above = int((right == 0).sum()), int((values > 1e-8).sum())
+        rows.append([kind, len(values), len(right) - len(values), wrong, *figures, above])
+    table(
+        ["kind", "represented", "refused", "wrong verdict", "median residual", "99 %", "largest", "above 1e-8"], *rows
     )
+
+    distances, rows = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8), []
     for sizes, sign in (([1], 1), ([2], 1), ([3], 1), ([2, 2], -1), ([3, 3], -1)):
         for eps in (0.5, 5.0):
-            cells = []
-            for distance in distances:
-                value = complex(lambda_min(eps) + sign * distance)
-                residual, floor, _ = degradation([(value, size) for size in sizes], eps, rng)
-                cells.append(f"{residual:.0e} ({floor:.0e})" if residual < 1 else "> 1")
-            print(f"| {sizes} {'above' if sign > 0 else 'below'} | {eps} | {' | '.join(cells)} |")
+            values = [complex(lambda_min(eps) + sign * distance) for distance in distances]
+            found = [degradation([(value, size) for size in sizes], eps, rng) for value in values]
+            cells = [f"{residual:.0e} ({floor:.0e})" if residual < 1 else "> 1" for residual, floor, _ in found]
+            rows.append([f"{sizes} {'above' if sign > 0 else 'below'}", eps, *cells])
+    table(["blocks", "ε", *(f"{distance:.0e}" for distance in distances)], *rows)
 
-    print(
-        "\n| condition number up to | wrong verdicts | represented | residual above 1e-8 | largest |\n|---|---|---|---|---|"
-    )
+    rows = []
     for condition in (1e2, 1e3, 1e4, 1e5):
-        verdicts, found = 0, []
-        for k in range(count // 7):
-            problem = draw(KINDS[1 + k % 6], EPSILONS[k // 6 % len(EPSILONS)], rng, condition)
-            right, residual = check(problem)
-            verdicts += not right
-            found += [] if np.isnan(residual) else [residual]
-        above = sum(residual > 1e-8 for residual in found)
-        print(f"| {condition:.0e} | {verdicts} of {count // 7} | {len(found)} | {above} | {max(found):.0e} |")
+        right, residuals = np.hstack(list(checked(KINDS[1:], count // 7, condition).values()))
+        values = residuals[~np.isnan(residuals)]
+        wrong = f"{int((right == 0).sum())} of {len(right)}"
+        rows.append([f"{condition:.0e}", wrong, len(values), int((values > 1e-8).sum()), f"{values.max():.0e}"])
+    table(["condition number up to", "wrong verdicts", "represented", "residual above 1e-8", "largest"], *rows)
 
-    print("\n| gap g, or distance g from the cut | λ = 1 and 1 + g, coupled | −2 ± ig, coupled |\n|---|---|---|")
+    rows = []
     for gap in (1e-2, 1e-4, 1e-6, 1e-8, 1e-12):
-        residuals_here = []
-        for matrix, rtol in (
-            (np.array([[1.0, 1.0], [0.0, 1.0 + gap]]), 1e-10),
-            (np.array([[-2.0, 1.0], [-(gap**2), -2.0]]), 1e-15),
-        ):
-            try:
-                theta = represent(matrix, 1.0, rtol=rtol, max_residual=1e300)
-                residuals_here.append(f"{np.linalg.norm(psi(theta, 1.0) - matrix) / np.linalg.norm(matrix):.1e}")
-            except ValueError:
-                residuals_here.append("refused")
-        print(f"| {gap:.0e} | {' | '.join(residuals_here)} |")
+        close, pair = [[1.0, 1.0], [0.0, 1.0 + gap]], [[-2.0, 1.0], [-(gap**2), -2.0]]
+        rows.append([f"{gap:.0e}", outcome(np.array(close), 1e-10), outcome(np.array(pair), 1e-15)])
+    table(["gap g, or distance g from the cut", "λ = 1 and 1 + g, coupled", "−2 ± ig, coupled"], *rows)
 
     cases = np.array([revnet_case(rng) for _ in range(count)])
     print(f"\nProp. 1, {count} pairs: least |λ| = 1 − {max(0, 1 - cases[:, 0].min()):.1e}, ", end="")

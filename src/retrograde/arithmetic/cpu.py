@@ -34,7 +34,7 @@ def advance(
     if job is None:
         of_piece = torch.zeros_like(watch)
         watch.zero_()
-        for x_, v_, i_, y_, out_, mask_, before_ in _pieces(x, v, i, y, out, mask, before):
+        for x_, v_, i_, y_, out_, mask_, before_ in pieces(x, v, i, y, out, mask, before):
             reference.advance(
                 x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, of_piece, mask_, before_, over
             )
@@ -48,7 +48,7 @@ def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
     if not alike(x, v, out):
         reference.pull(x, v, unit, guard, out)
     elif _compiled(native.PULL, x, v, None, None, out, out.dtype, 1, 1, 1.0, unit, 0, guard) is None:
-        for x_, v_, out_ in _pieces(x, v, out):
+        for x_, v_, out_ in pieces(x, v, out):
             reference.pull(x_, v_, unit, guard, out_)
 
 
@@ -63,7 +63,7 @@ def retreat(
         _compiled(native.RETREAT, x, v, i, y, out, seen, n, d, scale, unit, form, guard, None, None, before, over)
         is None
     ):
-        for x_, v_, i_, y_, out_, before_ in _pieces(x, v, i, y, out, before):
+        for x_, v_, i_, y_, out_, before_ in pieces(x, v, i, y, out, before):
             reference.retreat(x_, v_, i_, y_, seen, n, d, scale, unit, form, guard, out_, before_, over)
 
 
@@ -71,12 +71,16 @@ def carry(
     p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors,
     out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
 ) -> None:  # fmt: skip
-    run = native.function("carry")
-    plain = all(t is None or t.dtype == torch.float32 for t in (p, h, d, gy, cast))
-    if run is None or not plain or (mask is None and cast is not gy) or not alike(gy, out, cast):
+    if not alike(gy, out, cast):
         reference.carry(p, h, d, factors, out, gy, cast, mask, after)
         return
     given = [None if t is None else laid_out_as(gy, t) for t in (p, h, d)]
+    run = native.function("carry")
+    plain = all(t is None or t.dtype == torch.float32 for t in (p, h, d, gy, cast))
+    if run is None or not plain or (mask is None and cast is not gy):
+        for gy_, p_, h_, d_, out_, cast_, mask_, after_ in pieces(gy, *given, out, cast, mask, after):
+            reference.carry(p_, h_, d_, factors, out_, gy_, gy_ if cast is gy else cast_, mask_, after_)
+        return
     addresses = [None if t is None else t.data_ptr() for t in (*given, out, gy, cast, mask, after)]
     run(*addresses, gy.numel(), *factors, _threads(gy.numel()))
 
@@ -121,7 +125,7 @@ def _threads(size: int) -> int:
     return threads if threads == 1 else min(threads, 1 + size // PIECE)
 
 
-def _pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def pieces(x: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Matching flat pieces of the state x and of tensors of its shape (a mask has an eighth of its elements)."""
     for start in range(0, x.numel(), PIECE):
         yield tuple(None if t is None else _piece(t, x, start) for t in (x, *others))

@@ -86,7 +86,7 @@ def _loaded(compiler: list[str], flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library for this source, these flags and this processor, from the cache or newly made."""
     parts = (_SOURCE.read_text(), *compiler, *flags, *_openmp(), _processor())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    cache = _private(_cache_home() / "retrograde")
+    cache = _private_cache()
     suffix = sysconfig.get_config_var("SHLIB_SUFFIX") or ".so"
     for library in () if cache is None else sorted(cache.glob(f"cpu-{key}-*{suffix}")):
         if _own(library) and library.name == f"cpu-{key}-{_digest(library)}{suffix}":
@@ -115,9 +115,10 @@ def _cache_home() -> Path:
     return given if given.is_absolute() else Path.home() / ".cache"
 
 
-def _private(folder: Path) -> Path | None:
-    """The folder, made if need be and closed to others; None where that cannot be had."""
+def _private_cache() -> Path | None:
+    """The cache directory, made if need be and closed to others; None where that cannot be had."""
     try:
+        folder = _cache_home() / "retrograde"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _own(folder):
             return None

@@ -56,9 +56,13 @@ def _options(
 
 
 @contextmanager
-def _errors_in_one_line() -> Iterator[None]:
+def _errors_in_one_line(stopped: str) -> Iterator[None]:
+    """`stopped`: how to go on after Ctrl-C."""
     try:
         yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"Stopped. {stopped}", soft_wrap=True, highlight=False)
+        raise typer.Exit(130) from None
     except (ValueError, TypeError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
@@ -77,33 +81,34 @@ def demo(
     if quick:
         setting = demonstration.quick(setting)
     console = Console()
-    with _errors_in_one_line():
+    with _errors_in_one_line("Nothing was kept: the same command starts again, and --quick takes seconds."):
         demonstration.check_packages()
-    console.print(show.opening(setting))
-    with show.Progress(console) as progress:
-        outcome = demonstration.run(setting, progress)
-    console.print(show.table(outcome))
-    console.print(show.reading(outcome))
-    path = show.figure(outcome, out / "demo.png")
+        console.print(show.opening(setting))
+        with show.Progress(console) as progress:
+            outcome = demonstration.run(setting, progress)
+        console.print(show.table(outcome))
+        console.print(show.reading(outcome))
+        path = show.figure(outcome, out / "demo.png")
     console.print(f"Figure: {path}", soft_wrap=True, highlight=False)
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="of torchvision, timm, transformers, or module:function giving model (and example)")],
+    model: Annotated[str, typer.Argument(help="of torchvision, timm, transformers or the hub, or module:function giving model (and example)")],
     batch: Annotated[int, typer.Option(min=1, help="how many inputs a step takes")] = 32,
     size: Annotated[int | None, typer.Option(min=1, help="pixels of an image's side, or tokens of a text")] = None,
     gamma: Annotated[float, typer.Option(min=0, max=1)] = 1 / 8,
-    budget: Annotated[str, typer.Option(help="memory to fit into, as 24GB: shows the largest batch each way")] = "",
+    budget: Annotated[str, typer.Option(help="memory to fit into, as 24GB: shows the largest batch and length each way")] = "",
     amp: Annotated[str, typer.Option(help="mixed precision: bf16 or fp16")] = "",
-    optimizer: Annotated[str, typer.Option(help="whose state to count: none, sgd (with momentum) or adam")] = "none",
+    optimizer: Annotated[str, typer.Option(help="whose state to count: none, sgd (with momentum), adamw, adamw8bit, lion, …")] = "none",
+    lora_rank: Annotated[int, typer.Option(min=0, help="train adapters of this rank alone")] = 0,
     stages: Annotated[list[str] | None, typer.Option("--stage", help="a path or pattern; may be repeated")] = None,
 ) -> None:  # fmt: skip
     """Show what would be converted in a model, and the memory of a training step each way, predicted."""
     from . import plan as planning
 
-    with _errors_in_one_line():
-        planning.main(model, batch, size, gamma, budget, amp, optimizer, stages or [])
+    with _errors_in_one_line("Nothing was changed: the same command starts again."):
+        planning.main(model, batch, size, gamma, budget, amp, optimizer, lora_rank, stages or [])
 
 
 for _command in metadata.entry_points(group="retrograde.commands"):

@@ -75,8 +75,8 @@ class Setting:
 
 
 def quick(setting: Setting) -> Setting:
-    """The same in seconds: too short to learn much."""
-    return replace(setting, epochs=min(setting.epochs, 2), depth=min(setting.depth, 4), images=256, depths=(4, 12))
+    """The same in seconds: a network of 4 blocks, which learns nearly all of the digits."""
+    return replace(setting, epochs=min(setting.epochs, 3), depth=min(setting.depth, 4), depths=(4, 12))
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Result:
     accuracy: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
+    resident: int | None = None
     peaks: dict[int, int] = field(default_factory=dict)  # by depth
 
     @property
@@ -138,6 +139,8 @@ def run(setting: Setting, watcher: Watcher) -> Outcome:
         for way, network in (networks if depth == setting.depth else build(depth, setting.seed)).items():
             measured = measure(network, x, loss=lambda output: F.cross_entropy(output, y), repeats=1)
             results[way].peaks[depth] = measured.peak
+            if depth == max(depths):
+                results[way].resident = measured.resident
     for result in results.values():
         result.peak = result.peaks[setting.depth]
     return Outcome(setting, results)

@@ -2,7 +2,7 @@
 
     resnet152, vit_b_16                 torchvision
     vit_small_patch16_224, timm/…       timm (the prefix where torchvision has the name too)
-    gpt2, llama, bert, hf/…             transformers: a model type, or a folder with a config.json
+    gpt2, llama, bert, hf/…             transformers: a model type, a folder with a config.json, or a name on the hub, owner/name
     package.module:function             a function without arguments that returns a model, or (model, example)
 
 `built` builds them without values, so a model larger than the machine is no problem. Weights are never downloaded.
@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ..extras import require
+from ..memory.fake import PlanningMode
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,25 @@ class Source:
     name: str
     build: Callable[[], nn.Module]
     example: Callable[[nn.Module, int, int | None], Any]  # of the model, the batch size and the size of an input
+    sizes: str = ""  # what is counted by the size of an input: "side" of an image, "length" of a text; "" if it has none
+    usual: Callable[[nn.Module], int] | None = None  # the size where none is given
+    most: Callable[[nn.Module], int | None] = lambda model: None
+
+    def size(self, model: nn.Module, given: int | None) -> int | None:
+        """The size of an input.
+
+        Raises:
+            ValueError: if the model cannot take it.
+        """
+        most = self.most(model)
+        if given is not None and most is not None and given > most:
+            raise ValueError(f"{self.name} takes at most {most} tokens; got --size {given}.")
+        return given if given is not None or self.usual is None else min(self.usual(model), most or 2**62)
 
 
-def built(source: Source) -> tuple[nn.Module, FakeTensorMode]:
+def built(source: Source) -> tuple[nn.Module, PlanningMode]:
     """The model without values, or with values if its own code reads them."""
-    mode = FakeTensorMode()
+    mode = PlanningMode(guesses=True)
     try:
         with mode, _uninitialised():
             return source.build().train(), mode
@@ -80,8 +94,10 @@ def source(name: str) -> Source:
         found = find(name) if find_spec(package) is not None else None
         if found is not None:
             return found
+    missing = [package for package, *_ in _LIBRARIES.values() if find_spec(package) is None]
+    where = f" Not installed, so not looked in: {', '.join(missing)} (pip install {' '.join(missing)})." if missing else ""
     raise ValueError(
-        f"no model is called {name!r}.{_near(name, _LIBRARIES)} A model of yours is package.module:function."
+        f"no model is called {name!r}.{_near(name, _LIBRARIES)}{where} A model of yours is package.module:function."
     )
 
 
@@ -89,27 +105,42 @@ def _torchvision(name: str) -> Source | None:
     models = require("torchvision").models
     if name not in models.list_models():
         return None
-    return Source(f"torchvision {name}", lambda: models.get_model(name, weights=None), _images)
+    return _of_images(f"torchvision {name}", lambda: models.get_model(name, weights=None))
 
 
 def _timm(name: str) -> Source | None:
     timm = require("timm")
     if name not in timm.list_models():
         return None
-    return Source(f"timm {name}", lambda: timm.create_model(name, pretrained=False), _images)
+    return _of_images(f"timm {name}", lambda: timm.create_model(name, pretrained=False))
 
 
 def _transformers(name: str) -> Source | None:
     transformers = require("transformers")
-    if Path(name, "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(name)
+    if Path(name, "config.json").is_file() or "/" in name:
+        try:
+            config = transformers.AutoConfig.from_pretrained(name)
+        except Exception as error:  # of the hub, of the network, or of a model of another library
+            raise ValueError(
+                f"{name!r} is no folder with a config.json, and its config could not be had from the hub "
+                f"({type(error).__name__}): look at the name and the connection, or download it first."
+            ) from error
     elif name in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(name)
     else:
         return None
+    config.use_cache = False  # blocks are trained without
     heads = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel)
     head = next(head for head in heads if type(config) in head._model_mapping or head is heads[-1])
-    return Source(f"transformers {name}", lambda: head.from_config(config), _of_config)
+    reads = hasattr(config, "vocab_size")
+    usual = (lambda model: 512) if reads else lambda model: _side(model.config)
+    return Source(
+        f"transformers {name}", lambda: head.from_config(config), _of_config, "length" if reads else "side", usual, _positions
+    )
+
+
+def _of_images(name: str, build: Callable[[], nn.Module]) -> Source:
+    return Source(name, build, _images, "side", _usual_side)
 
 
 _LIBRARIES: dict[str, tuple[str, Callable[[str], Source | None], Callable[[], Iterable[str]]]] = {
@@ -164,20 +195,60 @@ def _repeated(value: Any, batch: int) -> Any:
     return value[:1].expand(batch, *value.shape[1:]).contiguous()
 
 
-def _images(model: nn.Module, batch: int, size: int | None) -> Any:
+def _usual_side(model: nn.Module) -> int:
     given = getattr(model, "default_cfg", None) or {}
-    size = size or given.get("input_size", (3, 224, 224))[-1]
+    return int(given.get("input_size", (3, 224, 224))[-1])
+
+
+def _images(model: nn.Module, batch: int, size: int | None) -> Any:
+    size = size or _usual_side(model)
     return torch.randn(batch, 3, size, size)
+
+
+def _side(config: Any) -> int:
+    pixels = getattr(config, "image_size", 224)
+    return int(pixels if isinstance(pixels, int) else pixels[0])
+
+
+def _positions(model: nn.Module) -> int | None:
+    """The most tokens, where the model has a table of positions. Without values nothing else would say so."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    return most if most is not None and any(most <= size < most + 4 for size in tables) else None
 
 
 def _of_config(model: nn.Module, batch: int, size: int | None) -> Any:
     config: Any = model.config
     if not hasattr(config, "vocab_size"):
-        pixels = getattr(config, "image_size", 224)
-        pixels = pixels if isinstance(pixels, int) else pixels[0]
-        return {"pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), pixels, pixels)}
+        side = size or _side(config)
+        return {"pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), side, side)}
     tokens = torch.zeros(batch, size or 512, dtype=torch.long)
     inputs = {"input_ids": tokens}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens.clone()
     return inputs
+
+
+class _Adapted(nn.Module):
+    """x W + x A B, of which A and B are trained."""
+
+    def __init__(self, layer: nn.Module, rank: int) -> None:
+        super().__init__()
+        given, made = layer.weight.shape if type(layer).__name__ == "Conv1D" else layer.weight.shape[::-1]  # type: ignore[misc, union-attr]
+        self.layer, self.a, self.b = layer, nn.Linear(given, rank, bias=False), nn.Linear(rank, made, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.b(self.a(x))
+
+
+def adapted(model: nn.Module, rank: int) -> None:
+    """Train adapters of this rank (LoRA) at every linear layer but the last, and nothing else."""
+    model.requires_grad_(False)
+    places = [
+        (parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+        if type(child) is nn.Linear or type(child).__name__ == "Conv1D"
+    ]  # fmt: skip
+    if len(places) < 2:
+        raise ValueError(f"--lora-rank needs linear layers to adapt, and {type(model).__name__} has {len(places)}.")
+    for parent, name, child in places[:-1]:
+        setattr(parent, name, _Adapted(child, rank))

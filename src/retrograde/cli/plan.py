@@ -1,58 +1,93 @@
-"""`retrograde plan MODEL`: what would be converted, the memory of a step each way, and the largest batch that fits."""
+"""`retrograde plan MODEL`: what to do, what would be converted, the memory of a step each way, and the largest batch and length that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..convert.plan import Plan, plan
+from ..convert.plan import WIDTH, Plan, plan
 from ..memory.fake import fake_copy, run_step
 from ..memory.step import as_call, mean_of_squares
 from ..memory.units import human, parse_bytes
 from ..nets.checks import choice
-from .models import built, source
+from .models import adapted, built, source
 
 AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS = {"none": 0, "sgd": 1, "adam": 2}  # tensors of the size of the parameters
+EIGHT_BITS = 1 + 4 / 256
+"""Bytes of a number in an 8-bit optimizer: blocks of 256 share a float32."""
+OPTIMIZERS: dict[str, float] = {
+    "none": 0, "sgd": 4, "lion": 4, "adam": 8, "adamw": 8, "lion8bit": EIGHT_BITS, "adam8bit": 2 * EIGHT_BITS, "adamw8bit": 2 * EIGHT_BITS
+}  # fmt: skip
+"""Bytes of state per trained float32 parameter. "sgd" is with momentum."""
 
 
 def main(
-    name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, stages: list[str]
-) -> None:
+    name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, lora_rank: int, stages: list[str]
+) -> None:  # fmt: skip
     """Plan, and show it."""
     choice("--amp", amp, tuple(AMP))
     choice("--optimizer", optimizer, tuple(OPTIMIZERS))
-    console = Console()
     available = parse_bytes(budget) if budget else None
     chosen = source(name)
-    # A second batch shows how memory grows with the batch.
-    small = batch if available is None else batch // 2 if batch > 3 else 2 * batch
+    console = Console(stderr=True)
     with console.status(f"building {chosen.name} without values"):
         model, mode = built(chosen)
-    with mode:
-        examples = {n: chosen.example(model, n, size) for n in {small, batch}}
-    options = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp]}
-    plans: dict[int, Plan] = {}
-    for n, example in examples.items():
-        with console.status(f"a training step of {chosen.name} at batch {n}, four ways"):
-            plans[n] = _planned(chosen.name, model, example, options)
-    console.print(_stages(plans[batch]))
-    console.print(_memory(plans, small, batch, optimizer, available))
-    console.print(_gammas(plans[batch]))
+        if lora_rank:
+            with mode:
+                adapted(model, lora_rank)
+    state = sum(_state(p, optimizer) for p in model.parameters() if p.requires_grad)
+    options: dict[str, Any] = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp]}
+    size = chosen.size(model, size)
+
+    def planned(batch: int, size: int | None, **more: Any) -> Plan:
+        with mode:
+            example = chosen.example(model, batch, size)
+        with console.status(f"a training step of {chosen.name}: batch {batch}" + (f", size {size}" if size else "")):
+            return _planned(chosen.name, model, example, options | more)
+
+    def needed(made: Plan) -> dict[str, int]:
+        """Bytes in all, by way of running."""
+        fixed = made.parameters + made.gradients + state + made.batch
+        return {way: fixed + peak.peak for way, peak in made.peaks.items()}
+
+    made = planned(batch, size)
+    totals = needed(made)
+    columns: dict[str, dict[str, str]] = {"in all": {way: human(n) for way, n in totals.items()}}
     if available is not None:
-        room = available - _constant(plans[batch], optimizer) - plans[batch].batch
-        make = partial(plan, model, examples[batch], memory=max(room, 0), **options)  # type: ignore[arg-type]
-        with console.status(f"the quickest way within {human(available)}"):
-            told = _within(room, make, gamma, stages)
-        console.print(told, soft_wrap=True, highlight=False)
+        made = replace(made, room=available - (totals["plain"] - made.peaks["plain"].peak))
+        other = batch // 2 if batch > 3 else 2 * batch  # a second batch shows how memory grows with the batch
+        batches = {other: needed(planned(other, size)), batch: totals}
+        columns["largest batch"] = _largest(batches, available)
+        if size is not None and chosen.sizes:
+            try:
+                sizes = {n: needed(planned(batch, n)) for n in (size // 4, size // 2)} | {size: totals}
+                columns[f"largest {chosen.sizes}"] = _largest(sizes, available, chosen.most(model))
+            except ValueError:  # a model of one size: there is nothing to say
+                pass
+    header, *rows = made.summary()
+    summary = [(*header, *columns), *((*row, *(found[row[0]] for found in columns.values())) for row in rows)]
+    counted = f"{made.besides}, {optimizer} {human(state)}" if state else made.besides
+    print(made.text(summary, f"in all: {counted.removeprefix('besides ')}"))
+    if made.room is not None and made.verdict.startswith("converting"):
+        within = planned(batch, size, memory=made.room)
+        named = f", stages={stages}" if stages else ""
+        modes = "; ".join(f"{row.path}: {row.mode}" for row in within.rows)
+        call = f"rg.convert(model, gamma={gamma:g}{named}, memory={made.room})"
+        told = f"takes {human(within.peaks['auto'].peak)}, about {within.times['auto']:.2f}× the time of plain: {modes}"
+        print(f"\n{call}\n{textwrap.fill(told, WIDTH)}")
+
+
+def _state(parameter: torch.Tensor, optimizer: str) -> int:
+    each = OPTIMIZERS[optimizer]
+    return int(each * parameter.numel() * (1 if "8bit" in optimizer else parameter.element_size() / 4))
 
 
 def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any]) -> Plan:
@@ -74,79 +109,30 @@ def _planned(name: str, model: nn.Module, example: Any, options: dict[str, Any])
         raise
 
 
-def _stages(made: Plan) -> Table:
-    headings, *rows = made.table()
-    table = Table(title=str(made).splitlines()[0], box=box.SIMPLE_HEAD, title_justify="left")
-    for k, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if k in (1, 3, 4) else "left", overflow="fold")
-    for row, cells in zip(made.rows, rows, strict=True):
-        table.add_row(*cells, style="" if row.form else "dim")
-    return table
+def _largest(needed: Mapping[int, dict[str, int]], available: int, most: int | None = None) -> dict[str, str]:
+    """By way of running, the largest batch or length that fits. Memory at some is given."""
+    ways = next(iter(needed.values()))
+    found = {way: largest({n: totals[way] for n, totals in needed.items()}, available) for way in ways}
+    return {way: "any" if n is None else str(n if most is None else min(n, most)) for way, n in found.items()}
 
 
-def _gammas(made: Plan) -> Table:
-    headings, *rows = made.by_gamma()
-    table = Table(title="In reverse, by γ", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def largest(needed: Mapping[int, int], available: int) -> int | None:
+    """The largest n that fits, for memory that is the polynomial through these points (n, memory); None if it does not grow.
 
-
-def _within(room: int, make: Callable[[], Plan], gamma: float, stages: list[str]) -> str:
-    """What `convert` would do with the memory that is left for activations."""
-    if room <= 0:
-        return "Nothing is left for activations at this batch."
-    try:
-        made = make()
-    except ValueError as error:
-        return str(error)
-    modes = "; ".join(f"{row.path}: {row.mode}" for row in made.rows)
-    peak = made.peaks["auto"].peak
-    named = f", stages={stages}" if stages else ""
-    return f"rg.convert(model, gamma={gamma:g}{named}, memory={room}), activations at most {human(peak)}:\n  {modes}"
-
-
-def _constant(made: Plan, optimizer: str) -> int:
-    """The memory of parameters, gradients and the optimizer's state."""
-    return made.parameters + (1 + OPTIMIZERS[optimizer]) * made.gradients
-
-
-def _memory(plans: dict[int, Plan], small: int, batch: int, optimizer: str, available: int | None) -> Table:
-    made = plans[batch]
-    besides = f"parameters {human(made.parameters)}, gradients {human(made.gradients)}"
-    if OPTIMIZERS[optimizer]:
-        besides += f", {optimizer} {human(OPTIMIZERS[optimizer] * made.gradients)}"
-    table = Table(
-        title=f"One training step at batch {batch}, predicted", caption=f"in all: with {besides} and the batch, {human(made.batch)}",
-        box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
-    )  # fmt: skip
-    table.add_column("")
-    for heading in ("activations, peak", "held for backward", "of plain", "in all"):
-        table.add_column(heading, justify="right")
-    if available is not None:
-        table.add_column("largest batch", justify="right")
-    for way, peak in made.peaks.items():
-        totals = {n: _constant(p, optimizer) + p.batch + p.peaks[way].peak for n, p in plans.items()}
-        cells = [
-            human(peak.peak),
-            human(peak.held),
-            f"{peak.peak / made.peaks['plain'].peak:.2f}×",
-            human(totals[batch]),
-        ]
-        if available is not None:
-            cells.append(str(largest_batch((small, totals[small]), (batch, totals[batch]), available)))
-        table.add_row(way, *cells)
-    return table
-
-
-def largest_batch(one: tuple[int, int], other: tuple[int, int], available: int) -> int:
-    """The largest batch that fits, for memory that grows linearly with it, from two pairs (batch, memory).
-
-    >>> largest_batch((16, 2600), (32, 4200), available=5000)
+    >>> largest({16: 2600, 32: 4200}, available=5000)
     40
     """
-    each = (other[1] - one[1]) / (other[0] - one[0])
-    fixed = one[1] - each * one[0]
-    return max(0, int((available - fixed) // each)) if each > 0 else 0
+
+    def memory(n: float) -> float:
+        return sum(m * math.prod((n - other) / (at - other) for other in needed if other != at) for at, m in needed.items())
+
+    most = max(needed)
+    if memory(2 * most) <= memory(most):
+        return None
+    low, high = 0, 1
+    while memory(high) <= available:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if memory(middle) <= available else (low, middle)
+    return low

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +93,25 @@ def table(outcome: Outcome) -> Table:
 def reading(outcome: Outcome) -> Text:
     """What the numbers mean, and what to try next."""
     shallow, deep = min(outcome.setting.depths), max(outcome.setting.depths)
-    growth = [f"{result.peaks[deep] / result.peaks[shallow]:.1f}×" for result in outcome.results.values()]
+    results = outcome.results.values()
+    growth = [f"{result.peaks[deep] / result.peaks[shallow]:.1f}×" for result in results]
+    grown = [human(result.resident) for result in results if result.resident is not None]
+    resident = f" At depth {max(next(iter(results)).peaks)} the process itself grew by {', '.join(grown)} (resident memory)." if grown else ""
     return Text(
         f"× is the ratio to plain. Memory is the most allocated at once in a step on {outcome.setting.batch} images, beyond "
         f"parameters and gradients, every allocation counted; from depth {shallow} to {deep} it grew "
-        f"{', '.join(growth[:-1])} and {growth[-1]}. The momentum network (γ = {GAMMA}) ran backward to its start in every "
+        f"{', '.join(growth[:-1])} and {growth[-1]}.{resident} The momentum network (γ = {GAMMA}) ran backward to its start in every "
         "step, and checked it bit for bit. Checkpointing has plain's weights; its accuracy may differ, because torch.utils.checkpoint "
         "moves BatchNorm's running statistics twice a step.\n"
-        "Next: retrograde demo --depth 100, or rg.MomentumNet(blocks, gamma=0.9) with blocks of your own.\n"
+        f"Next:\n  {_command()} demo --depth 100\n"
+        "or, with blocks of your own, rg.MomentumNet(blocks, gamma=0.9).\n"
     )
+
+
+def _command() -> str:
+    """What to type for this command here: it may be in a virtual environment that is not activated."""
+    found = shutil.which("retrograde")
+    return "retrograde" if found or not Path(sys.argv[0]).is_file() else os.path.relpath(sys.argv[0])
 
 
 def figure(outcome: Outcome, path: Path) -> Path:

@@ -1,13 +1,13 @@
 """From any residual model to a momentum network, in place.
 
 convert.py        convert, revert
+checkpointing.py  what takes the place of a model's own checkpointing
 saved.py          γ in the config of a transformers model
 deploy.py         deploy: the converted model in floats
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
 block.py          one converted block: the same object, another class
 own.py            its own forward, as the steps of a stage call it
 next_x.py         what it returns, and how the next block knows that tensor
-unseen.py         a change of it that PyTorch does not count
 find.py           which blocks: by what is known of their classes, or by name
 adapters.py       what is known of the classes of torchvision, timm, transformers and PyTorch
 probe.py          which blocks: by trying the model out on an example
@@ -19,7 +19,7 @@ gamma_schedule.py γ that moves during training
 
 from .convert import convert, revert
 from .deploy import deploy
-from .gamma_schedule import GammaSchedule, lightning_callback, trainer_callback
+from .gamma_schedule import GammaSchedule
 from .plan import Plan, plan
 
-__all__ = ["GammaSchedule", "Plan", "convert", "deploy", "lightning_callback", "plan", "revert", "trainer_callback"]
+__all__ = ["GammaSchedule", "Plan", "convert", "deploy", "plan", "revert"]

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..memory.fake import is_fake
 from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
+from ..reverse.inputs import check_input
+from .checkpointing import directly, outside_checkpoints
 from .own import Own, with_spares
+from .split import Part, Parts, parts_of
 from .stage import Stage
+from .sums import Whole
 
 PLACE = "_retrograde_place"
-_ONCE = "model.gradient_checkpointing_disable() first."
 
 
 @dataclass(eq=False)
@@ -32,6 +35,7 @@ class Place:
     index: int
     path: str
     keyword: str  # the name of x among the parameters of the block's forward
+    steps: int = 1  # how many it takes: of a layer in parts, several
 
 
 class Derived:
@@ -67,7 +71,10 @@ class Step(Derived):
                 stage.told = errors
 
 
-_ADVICE = "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), which does not say."
+_ADVICE = (
+    "rg.revert(model), and rg.convert(model, …) with what they were saved with; or, if the change is meant, load dict(state_dict), "
+    "which does not say."
+)
 
 
 class Converted(Step):
@@ -77,8 +84,6 @@ class Converted(Step):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
         stage = place.stage
-        if self.__dict__.get("gradient_checkpointing") and self.__dict__["training"]:
-            raise RuntimeError(f"{place.path} is converted, so it is not to be checkpointed too: {_ONCE}")
         keyword = None if args else place.keyword
         if args:
             x, args = args[0], args[1:]
@@ -87,8 +92,15 @@ class Converted(Step):
             x = kwargs.pop(keyword)
         else:
             raise TypeError(f"{place.path} was called without its input {keyword!r}.")
+        check_input(x, f"the input of {place.path}, converted to a momentum step,")
+        extra, alone = Extra(args, kwargs), stage.alone(self, x)
+        if (args or kwargs) and torch.is_grad_enabled() and stage.settings.memory != "store":
+            extra = with_spares(extra, place.path)
+        if place.steps > 1 and (torch.is_grad_enabled() or not alone):
+            with outside_checkpoints():
+                return run_in_parts(self, place, x, extra)
         forward: Any = self._retrograde_class.forward
-        whole = stage.rectifies(self, x)
+        whole = stage.settings.form == "relu" and not alone
         if whole:
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
@@ -96,16 +108,57 @@ class Converted(Step):
         if stage.settings.compile is not None and not is_fake(x):
             forward = compiled(forward, stage.settings.compile)
         own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
-        extra = Extra(args, kwargs)
-        if torch.is_grad_enabled() and stage.settings.memory != "store":
-            extra = with_spares(extra, place.path)
-        return stage.take(own, place.index, place.path, x, extra)
+        with outside_checkpoints():
+            return stage.take(own, place.index, place.path, x, extra, alone)
+
+    @property
+    def _gradient_checkpointing_func(self) -> Any:
+        """What a layer of transformers runs itself by while its flag `gradient_checkpointing` is set."""
+        return directly
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Any) -> None:
+        self.__dict__["_gradient_checkpointing_func"] = checkpoint  # for `revert`
 
     def extra_repr(self) -> str:
         stage: Stage = self.__dict__[PLACE].stage
         note = f"{stage.name}: checkpointed" if stage.checkpointed else f"{stage.name}: momentum, gamma={stage.gamma}"
         own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
         return ", ".join(filter(None, (own, note)))
+
+
+def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
+    """Attention, then MLP: a step each."""
+    stage = place.stage
+
+    def take(k: int, part: Part, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = part.run
+        if stage.settings.compile is not None and not is_fake(x):
+            run = compiled(run, stage.settings.compile)
+        own = Own(block, run, None, uses=part.uses)
+        return stage.take(
+            own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs), stage.alone(block, x)
+        )
+
+    return now_in_parts(block, place).walk(take, block, x, extra.args, extra.kwargs)
+
+
+def now_in_parts(block: Any, place: Place) -> Parts:
+    """The parts of a layer; raise if they are others than when it was converted."""
+    try:
+        parts = parts_of(block, block._retrograde_class)
+    except Whole as why:
+        raise RuntimeError(
+            f"{place.path} was split when it was converted, and cannot be any more: {why}. {_AGAIN}"
+        ) from why
+    if parts.steps != place.steps:
+        raise RuntimeError(
+            f"{place.path} was {place.steps} steps when it was converted, and is {parts.steps} now. {_AGAIN}"
+        )
+    return parts
+
+
+_AGAIN = "rg.revert(model) and rg.convert it again after such a change."
 
 
 def branch_now(block: Any, place: Place, alone: bool) -> Any:
@@ -162,9 +215,9 @@ def place_of(module: nn.Module) -> Place | None:
     return place
 
 
-def install(module: nn.Module, stage: Stage, index: int, path: str) -> None:
-    """Make the module a step of the stage. It must have passed `check`."""
-    module.__dict__[PLACE] = Place(stage, index, path, input_name(module))
+def install(module: nn.Module, stage: Stage, index: int, path: str, steps: int = 1) -> None:
+    """Make the module a step of the stage, or several. It must have passed `check`."""
+    module.__dict__[PLACE] = Place(stage, index, path, input_name(module), steps)
     module.__class__ = derived_class(Converted, type(module))
 
 
@@ -196,8 +249,6 @@ def check(module: nn.Module, path: str) -> None:
             f"the forward of {path} was replaced on the object itself (accelerate's hooks do that). Convert before, or remove the "
             "replacement (accelerate.hooks.remove_hook_from_module) and put it back afterwards."
         )
-    if getattr(module, "gradient_checkpointing", False):
-        raise ValueError(f"{path} is set to be checkpointed, which the conversion does in its own way: {_ONCE}")
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise TypeError(f"{path} is compiled in place (module.compile()). Convert the model first, then compile it.")
 

@@ -26,7 +26,9 @@ from . import saved
 from .deploy import undeploy
 from .distance import Trial, check_auto
 from .find import CONTAINERS, Finding, Run, find, looked_at, named
-from .schedule import SCHEDULER, schedule, unschedule
+from .probe import confirm, probe
+from .schedule import schedule_by, unschedule
+from .split import steps_of
 from .stage import Settings, Stage
 
 GAMMA = Fraction(1, 8)
@@ -42,7 +44,7 @@ def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = None, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str | int | float = "auto",
     fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
-    compile: bool | dict[str, Any] = False,
+    compile: bool | dict[str, Any] = False, split: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
@@ -74,12 +76,14 @@ def convert(
         fixed_point, verify, overflow: as in `MomentumNet`.
         compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
             compile the rest of the model too, `torch.compile` it afterwards.)
+        split: attention and MLP of transformer layers as steps of their own: another momentum network, of twice as many blocks, that
+            needs less memory where sequences are long. Layers that do not add one after the other to x are left whole: see `split`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: nothing to convert, a path that does not exist, blocks that change their shape, a model already
+        ValueError: nothing to convert or to split, a path that does not exist, blocks that change their shape, a model already
             converted, no γ that is near enough. The model is left as it was.
         TypeError: a scripted or compiled model.
 
@@ -93,7 +97,7 @@ def convert(
         insists=form is not None,
     )  # fmt: skip
     check_settings(settings, model, example)
-    finding = look(model, example, stages, form)
+    finding = look(model, example, stages, form, split)
     if isinstance(gamma, str):
         settings = replace(settings, gamma=trial(model, example, finding, settings).nearest())
     for run in finding.runs:
@@ -117,12 +121,11 @@ def look(
     example: Any = None,
     stages: Sequence[str] | str | None = None,
     form: str | None = None,
+    split: bool = False,
 ) -> Finding:
     """Which blocks `convert` would convert, checked. Nothing is changed."""
     check_model(model)
     check_example(example)
-    from .probe import confirm, probe  # it imports this package's finder
-
     modules = dict(model.named_modules(remove_duplicate=False))
     converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
     known = () if converted else saved.runs(model)
@@ -132,7 +135,7 @@ def look(
             runs = tuple(replace(run, gamma=known[0].gamma) for run in finding.runs)
             finding = replace(finding, runs=runs)
         if example is not None:
-            confirm(model, example, finding)
+            finding = confirm(model, example, finding)
     elif known:
         inside = {path for run in known for path in run.blocks}
         finding = Finding(known, tuple(left for left in find(model).left if left.path not in inside))
@@ -156,9 +159,15 @@ def look(
     for run in finding.runs:
         for path in run.blocks:
             blocks.check(modules[path], path)
-    if form not in (None, "relu"):
-        return finding
-    return replace(finding, runs=tuple(_rectified(run, modules, form) for run in finding.runs))
+    runs = finding.runs
+    if form in (None, "relu"):
+        runs = tuple(_rectified(run, modules, form) for run in runs)
+    runs = tuple(_split(run, modules) if split or run.split else run for run in runs)
+    if split and not any(run.split for run in runs):
+        raise ValueError(
+            f"split=True, and there is no layer to split. {'; '.join(dict.fromkeys(run.whole for run in runs))}."
+        )
+    return replace(finding, runs=runs)
 
 
 def trial(
@@ -194,11 +203,30 @@ def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run
     return run
 
 
-def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> list[Stage]:
+def _split(run: Run, modules: dict[str, nn.Module]) -> Run:
+    """The run with its layers in steps, where they can be."""
+    if run.form != "block":
+        return replace(run, whole=f"{run.name}: form is {run.form!r}")
+    found = {path: steps_of(modules[path]) for path in run.blocks}
+    whole = "; ".join(dict.fromkeys(why for _, why in found.values() if why))
+    steps = sum(found[path][0] for path in run.blocks) * run.steps // len(run.blocks)
+    return replace(run, steps=steps, split=steps > run.steps, whole=whole)
+
+
+def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> None:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
     plans = [
-        (run, Stage(run.name, len(_distinct(run, modules)), run.steps, _settings_of(run, settings)))
+        (
+            run,
+            Stage(
+                run.name,
+                sum(_steps(run, modules).values()),
+                run.steps,
+                _settings_of(run, settings),
+                trusted=run.trusted,
+            ),
+        )
         for run in finding.runs
     ]
     if settings.memory != "store":
@@ -213,9 +241,11 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
     installed: list[nn.Module] = []
     try:
         for run, stage in plans:
-            for index, path in enumerate(_distinct(run, modules)):
-                blocks.install(modules[path], stage, index, path)
+            index = 0
+            for path, steps in _steps(run, modules).items():
+                blocks.install(modules[path], stage, index, path, steps)
                 installed.append(modules[path])
+                index += steps
     except BaseException:
         for module in installed:
             blocks.remove(module)
@@ -224,14 +254,12 @@ def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget
         if isinstance(module, nn.TransformerEncoder) and blocks.place_of(module.layers[0]) is not None:
             module.__dict__.setdefault(NESTED, module.use_nested_tensor)
             module.use_nested_tensor = False  # a step needs rows of one length
-    made = [stage for _, stage in plans]
-    scheduler, stacks = Scheduler(budget, outputs=2), [stage.stack for stage in stages_of(model)]
-    model.__dict__[SCHEDULER] = scheduler, stacks
+    scheduler = None if budget is None else Scheduler(budget, outputs=2)
+    stacks = [stage.stack for stage in stages_of(model)]
     for stack in stacks:
         stack.owner, stack.planned = scheduler, None
-    if budget is not None and not any(hook is schedule for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(schedule, with_kwargs=True)
-    return made
+    if scheduler is not None:
+        schedule_by(scheduler, model, stacks)
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -259,7 +287,8 @@ def revert(model: nn.Module) -> nn.Module:
 def _settings_of(run: Run, settings: Settings) -> Settings:
     """The options of a stage: what was asked for, else what it was saved with."""
     asked = (gamma for gamma in (settings.gamma, run.gamma, GAMMA) if gamma is not None)
-    return replace(settings, form=run.form, gamma=next(asked), velocity=settings.velocity or run.velocity)
+    velocity = settings.velocity or run.velocity
+    return replace(settings, form=run.form, gamma=next(asked), velocity=velocity, split=run.split)
 
 
 def stages_of(model: nn.Module) -> list[Stage]:
@@ -268,12 +297,12 @@ def stages_of(model: nn.Module) -> list[Stage]:
     return list(dict.fromkeys(place.stage for place in places if place is not None))
 
 
-def _distinct(run: Run, modules: dict[str, nn.Module]) -> list[str]:
-    """The blocks of a run, each once."""
+def _steps(run: Run, modules: dict[str, nn.Module]) -> dict[str, int]:
+    """The blocks of a run, each once, with how many steps it is."""
     seen: dict[nn.Module, str] = {}
     for path in run.blocks:
         seen.setdefault(modules[path], path)
-    return list(seen.values())
+    return {path: steps_of(modules[path])[0] if run.split else 1 for path in seen.values()}
 
 
 def check_model(model: Any) -> None:

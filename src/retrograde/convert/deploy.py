@@ -12,6 +12,7 @@ no block has seen; there v waits in the stage, by thread, for the block after it
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Waiting:
 class Floats:
     """What a block needs to run in floats."""
 
-    give: floats.Giver
+    give: tuple[floats.Giver, ...]  # for each of its steps
     waiting: Waiting
 
 
@@ -70,27 +71,17 @@ class Deployed(blocks.Step):
         if not args and place.keyword not in kwargs:
             return own(self, **kwargs)  # which says what is missing
         x: Tensor = args[0] if args else kwargs[place.keyword]
+        if place.steps > 1:
+            kwargs.pop("" if args else place.keyword, None)
+            return blocks.now_in_parts(self, place).walk(
+                lambda k, part, x, given, more: run_step(self, place, k, x, lambda x: part.run(self, x, *given, **more)),
+                self, x, args[1:], kwargs,
+            )  # fmt: skip
 
         def run(given: Tensor) -> Any:
             return own(self, given, *args[1:], **kwargs) if args else own(self, **{**kwargs, place.keyword: given})
 
-        stage = place.stage
-        adds = stage.settings.form == "branch"  # the model does
-        v, k = taken(self, place, x)
-        out = run(x) if adds else self._retrograde_floats.give(run, x)
-        several = isinstance(out, tuple | list) and len(out) > 0 and isinstance(out[0], Tensor)
-        f = floats.branch(x, out[0] if several else out, "branch" if adds else "block")
-        if not k and stage.settings.velocity == "first":
-            v = f
-        _, _, gamma, gain = stage.recurrence.factors[k]
-        v = floats.velocity(f, v, gamma, gain)
-        x1 = v if adds else floats.moved(x, v)
-        if k + 1 < stage.steps and not place.index + 1 == stage.blocks == stage.steps:
-            hand_on(self, place, x1, v, k + 1)
-        if not several:
-            return x1
-        kind = type(out)
-        return kind((x1, *out[1:])) if kind in (tuple, list) else kind(x1, *out[1:])
+        return run_step(self, place, 0, x, run)
 
     def extra_repr(self: Any) -> str:
         stage: Stage = self._retrograde_place.stage
@@ -110,29 +101,53 @@ class DeployedCoupling(blocks.Derived):
     forward = floats.coupling
 
 
-def taken(block: Any, place: blocks.Place, x: Tensor) -> tuple[Tensor | None, int]:
+def run_step(block: Any, place: blocks.Place, part: int, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
+    """A step in floats: what the block, or this part of it, returns, with the next x in it."""
+    stage = place.stage
+    index = place.index + part
+    adds = stage.settings.form == "branch"  # the model does
+    v, k = taken(block, place, index, x)
+    out = run(x) if adds else block._retrograde_floats.give[part](run, x)
+    several = isinstance(out, tuple | list) and len(out) > 0 and isinstance(out[0], Tensor)
+    f = floats.branch(x, out[0] if several else out, "branch" if adds else "block")
+    if not k and stage.settings.velocity == "first":
+        v = f
+    _, _, gamma, gain = stage.recurrence.factors[k]
+    v = floats.velocity(f, v, gamma, gain)
+    x1 = v if adds else floats.moved(x, v)
+    if k + 1 < stage.steps and not index + 1 == stage.blocks == stage.steps:
+        hand_on(block, place, index, x1, v, k + 1)
+    if not several:
+        return x1
+    kind = type(out)
+    return kind((x1, *out[1:])) if kind in (tuple, list) else kind(x1, *out[1:])
+
+
+def taken(block: Any, place: blocks.Place, index: int, x: Tensor) -> tuple[Tensor | None, int]:
     """v for a block that is given x, and the step that it takes; None, 0 where a pass begins."""
     blind = torch.compiler.is_compiling()
-    handed = _handed(block, place, x, blind)
-    again = handed is None and place.index and not blind and torch._C._current_graph_task_id() != -1
+    handed = _handed(block, place, index, x, blind)
+    again = handed is None and index and not blind and torch._C._current_graph_task_id() != -1
     if again or (handed is not None and torch.is_grad_enabled() and x.requires_grad and not handed.v.requires_grad):
         raise RuntimeError(
             f"{place.path} is given an x with a gradient and no velocity with one: the blocks before ran without gradients, as under "
             "checkpointing with use_reentrant=True. Turn that off; or train the converted model, and deploy it afterwards."
         )
     if handed is not None:
+        place.stage.joined = True
         return handed.v, handed.k
-    if place.index and not blind:
-        place.stage.warn_restart(place.path)
+    if index and not blind:
+        place.stage.restart(x, index, place.path)
+    place.stage.open.latest = index
     return None, 0
 
 
-def _handed(block: Any, place: blocks.Place, x: Tensor, blind: bool) -> Handed | None:
+def _handed(block: Any, place: blocks.Place, index: int, x: Tensor, blind: bool) -> Handed | None:
     """What the block before this one handed on, if x is the x that it belongs to. `blind`: versions cannot be asked for."""
     handed: Handed | None
     if place.stage.settings.form == "branch":
         handed = block._retrograde_floats.waiting.by.pop(_thread(), None)
-        return handed if handed is not None and handed.index == place.index else None
+        return handed if handed is not None and handed.index == index else None
     handed = getattr(x, HANDED, None)
     if handed is None or handed.stage is not place.stage:
         return None
@@ -142,10 +157,10 @@ def _handed(block: Any, place: blocks.Place, x: Tensor, blind: bool) -> Handed |
     return handed if known else None
 
 
-def hand_on(block: Any, place: blocks.Place, x: Tensor, v: Tensor, k: int) -> None:
+def hand_on(block: Any, place: blocks.Place, index: int, x: Tensor, v: Tensor, k: int) -> None:
     """Leave v for the next block."""
     at = None if torch.compiler.is_compiling() else version(x)
-    handed = Handed(place.stage, v, k, place.index + 1, at)
+    handed = Handed(place.stage, v, k, index + 1, at)
     if place.stage.settings.form == "branch":
         block._retrograde_floats.waiting.by[_thread()] = handed
     else:
@@ -204,7 +219,9 @@ def deploy(model: nn.Module) -> nn.Module:
         if stage.checkpointed or stage.recurrence.in_evaluation.residual:
             continue  # the plain block
         module.__dict__[blocks.PLACE] = place
-        module.__dict__[FLOATS] = Floats(floats.Giver(), waiting.setdefault(stage, Waiting()))
+        module.__dict__[FLOATS] = Floats(
+            tuple(floats.Giver() for _ in range(place.steps)), waiting.setdefault(stage, Waiting())
+        )
         module.__class__ = blocks.derived_class(Deployed, type(module))
     for net in nets:
         if not isinstance(net, blocks.Derived):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
@@ -21,11 +21,18 @@ from torch import nn
 from .adapters import KEEPS, is_chain, judge
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
+WRAPPED = "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that follow one another: a stage to be. `gamma`, `velocity`: those that it was saved with."""
+    """Blocks that follow one another: a stage to be.
+
+    Attributes:
+        gamma, velocity: those that it was saved with.
+        split: its layers are several steps each, but for those that are left whole for a reason, `whole`.
+        trusted: it is known what the blocks compute, by their classes or from a trial.
+    """
 
     name: str
     blocks: tuple[str, ...]
@@ -33,6 +40,9 @@ class Run:
     form: str = "block"
     gamma: Any = None
     velocity: str | None = None
+    split: bool = False
+    whole: str = ""
+    trusted: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def run_of(paths: Sequence[str], form: str = "block") -> Run:
     >>> run_of(["a.block", "b.block"]).name
     'a.block … b.block'
     """
-    first, last = (path.rpartition(".") for path in (paths[0], paths[-1]))
+    first, last = (path.removesuffix(f".{WRAPPED}").rpartition(".") for path in (paths[0], paths[-1]))
     if first[0] != last[0]:
         name = f"{paths[0]} … {paths[-1]}"
     else:
@@ -84,9 +94,8 @@ def find(model: nn.Module, least: int = 2) -> Finding:
     for path, container in model.named_modules():
         if not (isinstance(container, CONTAINERS) or is_chain(container)) or container in inside:
             continue
-        children = [
-            (join(path, name), child, judge(child)) for name, child in container._modules.items() if child is not None
-        ]
+        found = [unwrapped(join(path, name), child) for name, child in container._modules.items() if child is not None]
+        children = [(child_path, child, judge(child)) for child_path, child in found]
         inside.update(module for _, child, verdict in children if verdict is not None for module in child.modules())
         for keeps, group in groupby(children, key=lambda row: row[2] == KEEPS):
             verdicts = {child_path: verdict for child_path, _, verdict in group if verdict is not None}
@@ -98,6 +107,13 @@ def find(model: nn.Module, least: int = 2) -> Finding:
     return Finding(tuple(runs), tuple(left))
 
 
+def unwrapped(path: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """A block, and its path, inside of what `torch.distributed`'s `checkpoint_wrapper` put around it."""
+    while WRAPPED in module._modules:
+        path, module = join(path, WRAPPED), module.get_submodule(WRAPPED)
+    return path, module
+
+
 def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Finding:
     """The stages that the user named: each a container, or a pattern for containers or for blocks.
 
@@ -107,7 +123,7 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     modules = dict(model.named_modules())
     every = dict(model.named_modules(remove_duplicate=False))  # a block that occurs again has another path there
-    runs = []
+    runs: list[Run] = []
     for pattern in patterns:
         matches = _matches(pattern, modules)
         containers = [path for path in matches if isinstance(modules[path], CONTAINERS)]
@@ -117,8 +133,9 @@ def named(model: nn.Module, patterns: Sequence[str], form: str = "block") -> Fin
             if not group:
                 raise ValueError(f"stage {pattern!r} is empty.")
             runs.append(run_of(group, form))
-    for run in runs:
+    for k, run in enumerate(runs):
         verdicts = {path: judge(every[path]) for path in run.blocks}
+        runs[k] = replace(run, trusted=form == "block" and None not in verdicts.values())
         rest = [path for path, verdict in verdicts.items() if verdict in (None, KEEPS)]
         for path, verdict in verdicts.items():
             if path not in rest:

@@ -20,7 +20,6 @@ from typing import Any
 from torch import nn
 
 from ..arithmetic.ratio import as_ratios
-from ..extras import require
 from .convert import stages_of
 
 SHAPES = {"linear": lambda t: t, "cosine": lambda t: (1 - math.cos(math.pi * t)) / 2}
@@ -116,54 +115,3 @@ def _simple(gamma: float) -> Fraction:
         return Fraction(gamma)
     nearest = Fraction(gamma).limit_denominator(_FINEST)
     return min(max(nearest, Fraction(1, _FINEST)), 1 - Fraction(1, _FINEST))
-
-
-def lightning_callback(points: Mapping[int, float], **options: Any) -> Any:
-    """A Lightning callback that moves γ with the training steps of a module that contains a converted model.
-
-    Its progress is part of Lightning's checkpoints.
-    """
-    callback = require("lightning").pytorch.callbacks.Callback
-
-    class GammaCallback(callback):  # type: ignore[misc, valid-type]
-        schedule: GammaSchedule | None = None
-        saved: dict[str, Any] | None = None
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.schedule = GammaSchedule(module, points, **options)
-            if self.saved is not None:
-                self.schedule.load_state_dict(self.saved)
-
-        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-            assert self.schedule is not None
-            self.schedule.step()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {} if self.schedule is None else self.schedule.state_dict()
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.saved = state or None
-
-    return GammaCallback()
-
-
-def trainer_callback(points: Mapping[int, float], **options: Any) -> Any:
-    """A Hugging Face `Trainer` callback that moves γ with the optimizer steps of a converted model.
-
-    A resumed training goes on at the γ of its step.
-    """
-    callback = require("transformers").TrainerCallback
-
-    class GammaCallback(callback):  # type: ignore[misc, valid-type]
-        schedule: GammaSchedule | None = None
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            self.schedule = GammaSchedule(model, points, **options)
-            for _ in range(state.global_step):
-                self.schedule.step()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert self.schedule is not None
-            self.schedule.step()
-
-    return GammaCallback()

@@ -6,19 +6,30 @@ those. An alias continues the pass if it has the same memory, untouched, and its
 A block of form "branch" returns f, which the model adds: x = x + block(x). Here the block gives the difference between the next x and
 x. Added to x as floats, it would give the next x only up to rounding, in a tensor that no block knows; so this one addition returns
 the next x itself. Everything else sees the difference as a plain tensor.
+
+Between two blocks x may be changed in a way that no version counts: through `.data`, NumPy, or a collective. The next step would go on
+from the integers and leave that out. So a hash of what a block handed on is compared with one of what comes back: of an evenly spread
+sample, or with verify="strict" of all of it. A CPU raises at once. An accelerator is not waited for: there the error comes at the start
+of a later pass (`reverse.deferred`), with "strict" at once.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..arithmetic.hash import digest
+from ..errors import ReplayError
+from ..reverse.deferred import Deferred
+from ..reverse.fingerprint import spread
 from ..reverse.parts import version
-from .unseen import Unseen
 
+SAMPLE, APART = 1024, 509
+"""So many elements are compared at least, and one of so many in a row: a change to that many neighbours is always found."""
 FSDP2 = {"RegisterPostBackwardFunctionBackward"}
 _IDENTITIES = FSDP2 | {"AddedBackward", "BackwardHookFunctionBackward", "AliasBackward0", "ViewBackward0"}
 """Nodes of autograd's graph that hand on a tensor and its gradient as they are (`Added`: by way of another)."""
@@ -30,8 +41,11 @@ def same(x: Tensor, mine: Tensor, at: int) -> bool:
     """Whether x is `mine` as it was at that version, in value and gradient."""
     if version(x) != at:
         return False
-    if x is mine or not _same_memory(x, mine):
-        return x is mine
+    if x is mine:
+        return True
+    memory, mine_too = ((t.data_ptr(), t.shape, t.stride(), t.dtype, t.untyped_storage()._cdata) for t in (x, mine))
+    if memory != mine_too:
+        return False
     return handed_on(x, mine) is not None if mine.requires_grad else not x.requires_grad
 
 
@@ -50,13 +64,56 @@ def handed_on(x: Tensor, mine: Tensor) -> set[str] | None:
     return passed if node is not None and place == mine.output_nr else None
 
 
-def _same_memory(x: Tensor, mine: Tensor) -> bool:
-    return (
-        x.data_ptr() == mine.data_ptr()
-        and x.shape == mine.shape
-        and x.stride() == mine.stride()
-        and x.dtype == mine.dtype
-        and x.untyped_storage()._cdata == mine.untyped_storage()._cdata
+class Unseen:
+    """The comparisons of one pass."""
+
+    def __init__(self, verify: str, deferred: Deferred) -> None:
+        self.verify = verify
+        self.deferred = deferred
+        self.names: list[str] = []
+        self.left: list[Tensor] = []
+        self.over = False
+
+    def hashed(self, x: Tensor) -> Tensor | None:
+        """The hash of a tensor as it is handed on."""
+        if self.verify == "off" or type(x) is not Tensor or x.is_meta:
+            return None
+        return digest(self._compared(x))
+
+    def compare(self, x: Tensor, hashed: Tensor | None, what: str, wait: bool | None = None) -> None:
+        """It has come back; in an error it is called so. `wait` for the result: where that costs nothing, or with "strict"."""
+        if hashed is None:
+            return
+        left = hashed - digest(self._compared(x))
+        if (self.verify == "strict" or x.device.type == "cpu") if wait is None else wait:
+            if left:
+                _judge((what,), left, "this")
+            return
+        self.names.append(what)
+        self.left.append(left)
+        if self.over:  # what the last block gave, added to x
+            self.end()
+
+    def end(self) -> None:
+        """The pass is over: on an accelerator, tell what was found."""
+        self.over = True
+        if self.left:
+            names, left = tuple(self.names), torch.stack(self.left)
+            self.names, self.left = [], []
+            self.deferred.tell(left.ne(0).to(torch.uint8), partial(_judge, names), names)
+
+    def _compared(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        return x if self.verify == "strict" or x.numel() <= SAMPLE else x.as_strided(*spread(x, SAMPLE, APART))
+
+
+def _judge(names: tuple[str, ...], left: Tensor, when: str) -> None:
+    if not left.any():
+        return
+    name = names[int(left.reshape(-1).ne(0).nonzero()[0])]
+    raise ReplayError(
+        f"{name} was changed between two blocks of {when} pass in a way that PyTorch does not count: through .data, NumPy, or a "
+        "collective. The next step would leave that out. Change x by an operation (x = x + a, x.add_(a)), or inside of a block."
     )
 
 
@@ -67,13 +124,14 @@ class Branch(Tensor):
     unseen: Unseen
     hashes: tuple[Tensor | None, ...]
     path: str
+    changed: list[str]  # receives the names of functions that make another tensor of its shape
 
     @staticmethod
-    def of(x0: Tensor, x1: Tensor, unseen: Unseen, path: str) -> Tensor:
+    def of(x0: Tensor, x1: Tensor, unseen: Unseen, path: str, changed: list[str]) -> Tensor:
         plain = x1 - x0
         difference = plain.as_subclass(Branch)
         difference.pair = (x0, x1, (version(x0), version(x1), version(difference)))
-        difference.unseen, difference.path = unseen, path
+        difference.unseen, difference.path, difference.changed = unseen, path, changed
         difference.hashes = unseen.hashed(x0), unseen.hashed(plain)
         return difference
 
@@ -96,7 +154,8 @@ class Branch(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ADDITIONS and len(args) == 2 and not kwargs:
+        adds = func in _ADDITIONS and len(args) == 2 and not kwargs
+        if adds:
             for this, other in (args, args[::-1]):
                 if isinstance(this, Branch) and isinstance(other, Tensor) and _adds_up(this, other):
                     this.check()
@@ -107,6 +166,11 @@ class Branch(Tensor):
                     return this.next_x(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            for this in args if not adds else ():
+                if isinstance(this, Branch) and isinstance(result, Tensor) and result.shape == this.shape:
+                    if result is this and version(this) == this.pair[2][2]:
+                        return result  # as it is: of dropout in evaluation, say
+                    this.changed.append(func.__name__)
         return _plain(result)
 
 

@@ -26,13 +26,18 @@ class Own:
         forward: its own, or f of relu(x + f(x)).
         keyword: the name by which the block was given x; None: by its place.
         whole: it is its own though the steps would form relu(x + f) themselves.
+        uses: what it uses of the block, the submodules that it may run among them; None: perhaps everything.
     """
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False,
+        uses: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.block = block
         self.forward = forward
         self.keyword = keyword
         self.whole = whole
+        self.uses = uses
         self.out: Any = None
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +62,10 @@ class Own:
         return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
 
     def modules(self) -> Iterator[nn.Module]:
-        return self.block.modules()
+        if self.uses is None:
+            return self.block.modules()
+        own = [module for name, module in self.block._modules.items() if name in self.uses and module is not None]
+        return iter(dict.fromkeys((self.block, *(inside for module in own for inside in module.modules()))))
 
 
 class Spare:

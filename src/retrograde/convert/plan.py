@@ -6,13 +6,16 @@ for. Each is a training step on a copy of the model without values (`memory.fake
     peak = max over t of (bytes alive at time t)        held = the same between forward and backward
 
 both above parameters, gradients and batch, as `measure` reports them. Nothing is computed and nothing is allocated, so the model
-may be larger than the machine. Workspaces of kernels are not seen.
+may be larger than the machine. Of the memory that kernels allocate inside, what is known is added (`memory.fake`).
+
+Time is predicted from the bytes that each block saves (`Track.work`): nothing is timed.
 """
 
 from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,9 +28,10 @@ from torch.utils._pytree import tree_leaves
 from ..arithmetic.buffers import buffers
 from ..arithmetic.fixed import FixedPoint
 from ..memory.budget import Step, choose, observe
-from ..memory.fake import Copy, device_of, fake_copy
-from ..memory.modes import MemoryPlan, buffer_bytes, parse_memory
+from ..memory.fake import Copy, device_of, fake_copy, mode_of
+from ..memory.modes import Budget, MemoryPlan, buffer_bytes, parse_memory
 from ..memory.peak import Peak
+from ..memory.schedule import with_reserve
 from ..memory.step import as_call, bytes_of
 from ..memory.units import human
 from ..reverse.recurrence import Recurrence, magnitude
@@ -43,11 +47,11 @@ class Row:
     Attributes:
         path: where it is.
         blocks: how many blocks it has.
-        form: "block", "branch", "relu", or "" for a block left out.
+        form: "block", "branch", "relu", or "" for a block left out; "block, 24 steps" where layers are split.
         plain: bytes that the plain model keeps of it from forward to backward.
         kept: bytes that the converted model keeps.
         mode: the memory mode, or how many blocks have which: "reverse 12, keep input 23".
-        reason: for a block left out, why.
+        reason: for a block left out, why; where layers are to be split, why some are not.
     """
 
     path: str
@@ -80,6 +84,12 @@ class GammaRow:
 GAMMAS = (Fraction(1, 16), Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(9, 10))
 
 
+WORTH = 0.05
+"""The least share of checkpointing's memory that a conversion must save to be advised."""
+WIDTH = 80
+"""Columns of a terminal."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What would be converted, and the memory of a training step, predicted.
@@ -90,18 +100,24 @@ class Plan:
         rows: the stages and the blocks left out.
         peaks: bytes above parameters, gradients and batch, by way of running: "plain", "checkpoint", "reverse" and "auto" (or
             the mode asked for).
+        times: the time of a step, relative to plain, by way of running.
+        asked: the way that was asked for.
         parameters, gradients, batch: their bytes.
         gammas: the same model with every stage in reverse, at some γ.
+        room: bytes that there are for activations, if that is known: the budget, or what parameters, gradients and batch leave of a GPU.
     """
 
     model: str
     gamma: Any
     rows: tuple[Row, ...]
     peaks: dict[str, Peak]
+    times: dict[str, float]
+    asked: str
     parameters: int
     gradients: int
     batch: int
     gammas: tuple[GammaRow, ...] = ()
+    room: int | None = None
 
     @property
     def stages(self) -> tuple[Row, ...]:
@@ -112,20 +128,49 @@ class Plan:
         """The blocks left out."""
         return tuple(row for row in self.rows if not row.form)
 
+    @property
+    def verdict(self) -> str:
+        """What to do, in one sentence. A conversion is advised only where it saves memory, or fits where checkpointing does not."""
+        needed = {way: with_reserve(peak.peak) for way, peak in self.peaks.items()}
+        plain, checkpoint, converted = needed["plain"], needed["checkpoint"], needed[self.asked]
+        time = f"at about {self.times[self.asked] / self.times['checkpoint']:.2f}× its time"
+        if self.room is not None:
+            if plain <= self.room:
+                return f"plain fits: nothing to do ({human(plain)} of {human(self.room)})"
+            if min(checkpoint, converted) > self.room:
+                return f"nothing fits: the least is {human(min(checkpoint, converted))}, and there are {human(max(self.room, 0))}"
+            if checkpoint > self.room:
+                return f"converting fits where checkpointing does not, {time}"
+        saved = 1 - converted / checkpoint
+        if saved >= WORTH:
+            return f"converting saves {100 * saved:.0f} % over checkpointing {time}"
+        if min(checkpoint, converted) > (1 - WORTH) * plain:
+            return "plain is as good here: its peak is outside of the blocks"
+        short = not any("reverse" in row.mode for row in self.stages)
+        why = "stages are short" if short else "the peak is outside of the stages"
+        return f"checkpointing is as good here: {why}"
+
     def table(self) -> list[tuple[str, ...]]:
         """The rows as text, with a header."""
-        header = ("stage", "blocks", "form", "plain keeps", "converted keeps", "mode")
+        header = ("stage", "blocks", "form", "plain", "converted", "mode")
         return [header, *(
-            (row.path, str(row.blocks), row.form or "left out", human(row.plain), human(row.kept), row.mode + _because(row))
-            for row in self.rows
+            (row.path, str(row.blocks), row.form or "left out", human(row.plain), human(row.kept), row.mode) for row in self.rows
         )]  # fmt: skip
 
+    def reasons(self) -> list[str]:
+        """Why blocks are left out: a line for each reason."""
+        paths: dict[str, list[str]] = {}
+        for row in self.left:
+            paths.setdefault(row.reason, []).append(row.path)
+        return [f"{', '.join(found)}: left out; {reason}" for reason, found in paths.items() if reason]
+
     def summary(self) -> list[tuple[str, ...]]:
-        """Peak and held memory by way of running, as text, with a header."""
+        """Peak and held memory, and time, by way of running, as text, with a header."""
         plain = self.peaks["plain"].peak
-        header = ("memory of a step", "peak", "held for backward", "of plain")
+        header = ("one step", "peak", "held", "of plain", "time")
         return [header, *(
-            (name, human(peak.peak), human(peak.held), f"{peak.peak / plain:.2f}×") for name, peak in self.peaks.items()
+            (name, human(peak.peak), human(peak.held), f"{peak.peak / plain:.2f}×", f"{self.times[name]:.2f}×")
+            for name, peak in self.peaks.items()
         )]  # fmt: skip
 
     def by_gamma(self) -> list[tuple[str, ...]]:
@@ -137,18 +182,28 @@ class Plan:
              "–" if row.distance is None else f"{100 * row.distance:.2g} %")
             for row in self.gammas
         ]  # fmt: skip
-        return (
-            [header, *rows]
-            if any(row.distance is not None for row in self.gammas)
-            else [r[:-1] for r in (header, *rows)]
-        )
+        tried = any(row.distance is not None for row in self.gammas)
+        return [header, *rows] if tried else [row[:-1] for row in (header, *rows)]
+
+    @property
+    def title(self) -> str:
+        counted = sum(row.blocks for row in self.stages)
+        return f"{self.model}: {counted} blocks in {len(self.stages)} momentum stages, gamma = {self.gamma}"
+
+    @property
+    def besides(self) -> str:
+        return f"besides parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
+
+    def text(self, summary: list[tuple[str, ...]], besides: str) -> str:
+        """The plan for a terminal, with this table of memory."""
+        why = "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.reasons())
+        memory = f"{aligned(summary)}\n{textwrap.fill(besides, WIDTH)}"
+        stages = aligned(self.table(), left=(0, 2, 5))
+        parts = (self.verdict, textwrap.fill(self.title, WIDTH), f"{stages}\n{why}".rstrip(), memory, aligned(self.by_gamma(), left=()))
+        return "\n\n".join(parts)
 
     def __str__(self) -> str:
-        counted = sum(row.blocks for row in self.stages)
-        title = f"{self.model}: {counted} blocks in {len(self.stages)} momentum stages, gamma = {self.gamma}"
-        fixed = f"besides: parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
-        tables = (aligned(self.table(), numeric=(1, 3, 4)), aligned(self.summary(), numeric=(1, 2, 3)) + f"\n{fixed}")
-        return "\n\n".join((title, *tables, aligned(self.by_gamma(), numeric=(0, 1, 2, 3, 4, 5))))
+        return self.text(self.summary(), self.besides)
 
     def _repr_html_(self) -> str:
         def table(rows: list[tuple[str, ...]]) -> str:
@@ -157,14 +212,15 @@ class Plan:
             body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells[1:])
             return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in (self.title, *self.reasons(), self.besides))
         tables = "".join(map(table, (self.table(), self.summary(), self.by_gamma())))
-        return f"<p><b>{html.escape(str(self).splitlines()[0])}</b></p>{tables}"
+        return f"<p><b>{html.escape(self.verdict)}</b></p>{lines}{tables}"
 
 
 def plan(
     model: nn.Module, example: Any, *, gamma: Any = None, stages: Sequence[str] | str | None = None, form: str | None = None,
     memory: str | int | float = "auto", loss: Callable[[Any], Tensor] | None = None, autocast: torch.dtype | None = None,
-    fixed_point: str | FixedPoint = "auto",
+    fixed_point: str | FixedPoint = "auto", split: bool = False,
 ) -> Plan:  # fmt: skip
     """What `convert` with these options would do, and the memory of a training step on this example, predicted.
 
@@ -173,8 +229,8 @@ def plan(
         example: a batch, as `measure` takes it. Only shapes and dtypes matter, unless gamma is "auto".
         loss: from the output to a scalar; None for the mean of squares.
         autocast: the dtype of automatic mixed precision, or None.
-        gamma, stages, form, memory, fixed_point: as in `convert`. gamma="auto" runs a copy of the model on the example, so that the
-            plan shows how far its outputs move at each γ.
+        gamma, stages, form, memory, fixed_point, split: as in `convert`. gamma="auto" runs a copy of the model on the example, so that
+            the plan shows how far its outputs move at each γ.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True), 12)
     >>> row = plan(encoder, torch.randn(8, 32, 64)).stages[0]
@@ -189,20 +245,25 @@ def plan(
     check_example(example)
     check_settings(settings, model, example)
     args, kwargs = as_call(example)
-    with fake_copy(model, args, kwargs) as fake:
-        finding = look(fake.model, fake.kwargs or fake.args, stages, form)
+    with fake_copy(model, args, kwargs, guesses=True) as fake:
+        finding = look(fake.model, fake.kwargs or fake.args, stages, form, split)
     tried = trial(model, example, finding, settings, autocast) if isinstance(gamma, str) else None
     if tried is not None:
         settings = replace(settings, gamma=tried.nearest())
 
     def step(way: Settings, plans: Mapping[str, MemoryPlan] | None = None) -> _Way:
-        with fake_copy(model, args, kwargs) as fake:
+        with fake_copy(model, args, kwargs, guesses=True) as fake:
             place(fake.model, finding, way)
             placed = stages_of(fake.model)
             kept = _watch(fake, finding)
             observed = observe(fake, [stage.stack for stage in placed], plans, loss, autocast, outputs=2)
             momentum = {stage.name: stage.recurrence for stage in placed if not stage.checkpointed}
             return _Way(observed, kept, {stage.name: stage.used for stage in placed}, momentum)
+
+    def seconds(way: _Way) -> float:
+        """The time of a step, relative to plain."""
+        own, again = (sum(part) for part in zip((0.0, 0.0), *(t.work for t in way.step.tracks.values()), strict=True))
+        return 1 + again / own if own else 1.0
 
     results = {
         "plain": step(replace(settings, gamma=0, memory="store")),
@@ -213,19 +274,25 @@ def plan(
     if budget is not None:
         asked = step(settings, choose(lambda plans: step(settings, plans).step, asked.step, budget, device_of(model)))
     results[mode] = asked
+    device = device_of(model)
+    constant = bytes_of(model.parameters()), bytes_of(p for p in model.parameters() if p.requires_grad), bytes_of(tree_leaves(example))
+    room = budget.bytes(device) if budget is not None else None
+    if room is None and device.type == "cuda" and mode_of(model) is None:
+        room = Budget(1.0, 1.0).bytes(device) - sum(constant)
     order = [path for path, _ in model.named_modules()]
     return Plan(
         type(model).__name__,
         next(g for g in (settings.gamma if tried else gamma, finding.runs[0].gamma, GAMMA) if g is not None),
         _rows(finding, results["plain"].kept, asked, order),
         {way: Peak(result.step.peak, result.step.held) for way, result in results.items()},
-        parameters=bytes_of(model.parameters()),
-        gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
-        batch=bytes_of(tree_leaves(example)),
+        {way: seconds(result) for way, result in results.items()},
+        mode,
+        *constant,
         gammas=tuple(
             _at(g, results["reverse"], None if tried is None else tried.distance(g))
             for g in sorted({*GAMMAS, *(() if tried is None else (settings.gamma,))})
         ),
+        room=room,
     )
 
 
@@ -268,17 +335,21 @@ def _rows(finding: Finding, plain: dict[str, int], asked: _Way, order: list[str]
     rows = []
     for run in finding.runs:
         rows.append(
-            Row(run.name, len(run.blocks), run.form, plain[run.name], asked.kept[run.name], asked.modes[run.name])
+            Row(
+                run.name,
+                len(run.blocks),
+                run.form + (f", {run.steps} steps" if run.split else ""),
+                plain[run.name],
+                asked.kept[run.name],
+                asked.modes[run.name],
+                run.whole,
+            )
         )
     for left in finding.left:
         mode = asked.modes.get(left.path, "as it is")
         rows.append(Row(left.path, 1, "", plain[left.path], asked.kept[left.path], mode, left.reason))
     starts = {run.name: run.blocks[0] for run in finding.runs}
     return tuple(sorted(rows, key=lambda row: order.index(starts.get(row.path, row.path))))
-
-
-def _because(row: Row) -> str:
-    return f" ({row.reason})" if row.reason else ""
 
 
 def spoken(gamma: Fraction) -> str:
@@ -290,19 +361,25 @@ def spoken(gamma: Fraction) -> str:
     return str(gamma) if gamma.numerator == 1 else f"{float(gamma):g}"
 
 
-def aligned(rows: list[tuple[str, ...]], numeric: tuple[int, ...] = ()) -> str:
-    """Rows of text as a table, numbers to the right.
+def aligned(rows: list[tuple[str, ...]], left: tuple[int, ...] = (0,)) -> str:
+    """Rows of text as a table in 80 columns: the columns in `left` begin together, the others end together.
 
-    >>> print(aligned([("a", "n"), ("long", "1")], numeric=(1,)))
+    Where it is too wide, the first column loses its middle and the last goes on in the next line.
+
+    >>> print(aligned([("a", "n"), ("long", "1")]))
     a     n
     long  1
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.rjust(w) if k in numeric else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    if over > 0:
+        widths[0] = max(widths[0] - over, min(widths[0], 20))
+        widths[-1] = WIDTH - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    lines = []
+    for first, *between, last in rows:
+        shown = first if len(first) <= widths[0] else f"{first[: (widths[0] - 1) // 2]}…{first[-(widths[0] // 2) :]}"
+        for part in textwrap.wrap(last, widths[-1]) or [""]:
+            cells = zip((shown, *between, part), widths, strict=True)
+            lines.append("  ".join(c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(cells)).rstrip())
+            shown, between = "", [""] * len(between)
+    return "\n".join(lines)

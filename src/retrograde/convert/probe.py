@@ -14,9 +14,10 @@ numbers are left as they were.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,9 +32,8 @@ from .find import Finding, Left, Run, run_of
 
 Edge = tuple[Any, int]
 """What autograd knows a tensor by: the node that made it, and which of its outputs it is."""
-_HEAVY = (
-    "mm", "conv", "embedding", "scaleddot", "einsum", "matmul", "linear", "cdist", "index", "gather", "slice", "flip", "roll",
-)  # fmt: skip
+_PRODUCTS = ("mm", "conv", "embedding", "scaleddot", "einsum", "matmul", "linear", "cdist")
+_SELECTIONS = ("index", "gather", "slice", "flip", "roll")
 _MEETING = ("add", "lerp")
 
 
@@ -98,11 +98,16 @@ def probe(model: nn.Module, example: Any, least: int = 2) -> Finding:
     return Finding(tuple(runs), tuple(left))
 
 
-def confirm(model: nn.Module, example: Any, finding: Finding) -> None:
-    """Raise unless the named blocks keep the shape of their input and follow one another."""
+def confirm(model: nn.Module, example: Any, finding: Finding) -> Finding:
+    """The named runs, trusted where the trial shows what the blocks compute.
+
+    Raises:
+        ValueError: if the blocks do not keep the shape of their input, or do not follow one another.
+    """
     first: dict[str, Call] = {}
     for call in every(record(model, example)):
         first.setdefault(call.path, call)
+    runs = []
     for run in finding.runs:
         before: Call | None = None
         for path in run.blocks:
@@ -127,6 +132,8 @@ def confirm(model: nn.Module, example: Any, finding: Finding) -> None:
                     "Make two stages of it, or leave it out."
                 )
             before = call
+        runs.append(replace(run, trusted=run.trusted or all(first[path].form for path in run.blocks)))
+    return replace(finding, runs=tuple(runs))
 
 
 def record(model: nn.Module, example: Any) -> list[Call]:
@@ -138,7 +145,7 @@ def record(model: nn.Module, example: Any) -> list[Call]:
         call = Call(paths[module], module)
         x = _main(args, kwargs)
         if x is not None:
-            call.x, call.shape, call.dtype = _edge(x), tuple(x.shape), x.dtype
+            call.x, call.shape, call.dtype = edge_of(x), tuple(x.shape), x.dtype
         stack[-1].inner.append(call)
         stack.append(call)
 
@@ -146,9 +153,10 @@ def record(model: nn.Module, example: Any) -> list[Call]:
         call = stack.pop()
         y = _main(out if isinstance(out, tuple | list) else (out,), {})
         if y is not None:
-            call.y = call.leads_to = _edge(y)
+            call.y = call.leads_to = edge_of(y)
             call.out_shape = tuple(y.shape)
-            call.form = "block" if call.keeps_shape and call.dtype == y.dtype and _skips(call.y, call.x) else None
+            skip = call.keeps_shape and call.dtype == y.dtype and skips(call.y, call.x)
+            call.form = "block" if skip else None
 
     with _tried_out(model), mode_of(model) or nullcontext():  # a model without values makes more tensors without them
         handles = []
@@ -201,26 +209,37 @@ def _sums(out: Any) -> tuple[dict[frozenset[Edge | None], Edge], set[frozenset[E
     return sums, scaled
 
 
-def _skips(start: Edge | None, goal: Edge | None) -> bool:
-    """Whether a skip connection leads from the output of a call back to its input."""
+def skips(start: Edge | None, goal: Edge | None) -> bool | None:
+    """Whether a skip connection leads from the output of a call back to its input.
+
+    None if that cannot be seen: there are no gradients, only a part of the input may be added, or there is an operation of
+    somebody's own on the way.
+
+    >>> x = torch.ones(3, requires_grad=True) * 1
+    >>> f = x @ torch.ones(3, 3)
+    >>> [skips(edge_of(y), edge_of(x)) for y in (x + f, f, x * f, x.detach())]
+    [True, False, None, None]
+    """
     if start is None or goal is None:
-        return False
-    todo, seen = [(start, False)], set()
+        return None
+    todo, seen, unknown = [(start, False)], set(), False
     while todo:
         edge, met = todo.pop()
+        node = edge[0]
         if edge == goal and met:
             return True
-        node = edge[0]
-        if node is None or edge == goal or (edge, met) in seen:
+        if node is None or (edge, met) in seen:
             continue
         seen.add((edge, met))
         name = node.name().lower().replace("_", "")
-        if any(heavy in name for heavy in _HEAVY):
+        selects = any(word in name for word in _SELECTIONS)
+        unknown |= edge == goal or selects or re.search(r"backward\d+$|accumulategrad$", name) is None
+        if edge == goal or selects or any(word in name for word in _PRODUCTS):
             continue
         summands = [p for p, _ in node.next_functions if p is not None and not p.name().endswith("AccumulateGrad")]
         met |= len(summands) > 1 and any(name.startswith(word) for word in _MEETING)  # not x + 1e-6, nor x + bias
         todo += [(parent, met) for parent in node.next_functions]
-    return False
+    return None if unknown else False
 
 
 def _seen_through(calls: list[Call]) -> list[Call]:
@@ -256,7 +275,8 @@ def _main(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     return next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
 
 
-def _edge(x: Tensor) -> Edge | None:
+def edge_of(x: Tensor) -> Edge | None:
+    """What autograd knows the tensor by; None if it has no gradient, or is a leaf."""
     return None if x.grad_fn is None else (x.grad_fn, x.output_nr)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..nets import saved
 from . import block as blocks
-from .find import Run, join, run_of
+from .find import WRAPPED, Run, join, run_of
 from .stage import Stage
 
 KEY = saved.KEY
@@ -28,7 +28,7 @@ def write(model: nn.Module) -> None:
     for path, module in model.named_modules():
         place = blocks.place_of(module)
         if place is not None and not place.stage.checkpointed:
-            members.setdefault(place.stage, {})[place.index] = path
+            members.setdefault(place.stage, {})[place.index] = _bare(path)
     for stage in members:
         stage.records = []
     for owner, config in _configs(model):
@@ -40,7 +40,7 @@ def write(model: nn.Module) -> None:
                 record = {"blocks": short([path[len(inside) :] for path in listed]), **stage.described}
                 del record["stage"]
                 if stage.steps != stage.blocks:
-                    record["steps"] = stage.steps
+                    record["steps"] = stage.steps * len(listed) // stage.blocks
                 stage.records.append(record)
                 records.append(record)
         if records:
@@ -58,14 +58,14 @@ def forget(model: nn.Module) -> bool:
 def runs(model: nn.Module) -> tuple[Run, ...]:
     """The stages that the configs of a model have."""
     found: list[Run] = []
-    known = dict(model.named_modules(remove_duplicate=False))
+    known = {_bare(path): (path, module) for path, module in model.named_modules(remove_duplicate=False)}
     done: list[str] = []
     for owner, config in _configs(model):
         entry = getattr(config, KEY, None)
         if not entry or any(not outer or owner.startswith(f"{outer}.") for outer in done):
             continue
         done.append(owner)
-        prefix = f"{known[owner].base_model_prefix}."
+        prefix = f"{known[owner][1].base_model_prefix}."
         for record in entry["stages"]:
             given = _long(record["blocks"])
             shorter = [path.removeprefix(prefix) for path in given]
@@ -73,21 +73,27 @@ def runs(model: nn.Module) -> tuple[Run, ...]:
             paths = next((way for way in ways if all(path in known for path in way)), None)
             if paths is None:
                 raise ValueError(
-                    f"the config of this {type(known[owner]).__name__} says that {record['blocks']} are a stage with "
+                    f"the config of this {type(known[owner][1]).__name__} says that {record['blocks']} are a stage with "
                     f"gamma = {record['gamma']}, and the model has no such blocks. rg.revert(model) removes the entry; then convert "
                     "with stages and gamma of your own."
                 )
             gamma = saved.read(record["gamma"])
             run = Run(
                 run_of(paths).name,
-                tuple(paths),
+                tuple(known[path][0] for path in paths),
                 record.get("steps", len(paths)),
                 record["form"],
                 gamma,
                 record["velocity"],
+                record.get("split", False),
             )
             found.append(run)
     return tuple(found)
+
+
+def _bare(path: str) -> str:
+    """A path without what `checkpoint_wrapper` adds."""
+    return path.replace(f"{WRAPPED}.", "").removesuffix(f".{WRAPPED}")
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -8,21 +8,27 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..memory.budget import Recorder
+from ..memory.budget import Recorder, Scheduler
 from ..memory.fake import is_fake
+from ..memory.stack import Stack
 
 SCHEDULER = "_retrograde_scheduler"
 """Where a model has what plans its memory, with the stacks of its stages."""
 
 
+def schedule_by(scheduler: Scheduler, model: nn.Module, stacks: list[Stack]) -> None:
+    """Let the scheduler plan the memory of a model's stages before each step."""
+    model.__dict__[SCHEDULER] = scheduler, stacks
+    if not any(hook is schedule for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(schedule, with_kwargs=True)
+
+
 @torch._disable_dynamo
 def schedule(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give each stage its memory plan for this step. A forward pre-hook of a model with a budget."""
-    if not torch.is_grad_enabled() or any(map(is_fake, tree_leaves((args, kwargs)))):
-        return
-    scheduler, stacks = model.__dict__.get(SCHEDULER, (None, []))
+    scheduler, stacks = model.__dict__[SCHEDULER]
     stacks = [stack for stack in stacks if stack.owner is scheduler]  # others belong to a later conversion
-    if scheduler is not None and scheduler.budget is not None and stacks:
+    if stacks and torch.is_grad_enabled() and not any(map(is_fake, tree_leaves((args, kwargs)))):
         recorder = scheduler.schedule(model, stacks, args, kwargs)
         if recorder is not None:
             _around(model, recorder)

@@ -29,7 +29,7 @@ from ..memory.stack import Stack
 from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
+from ..reverse.inputs import any_output, check_output, check_surroundings
 from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo, version
@@ -37,9 +37,10 @@ from ..reverse.range import Range
 from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
-from .next_x import FSDP2, Branch, handed_on, same
+from .checkpointing import REENTRANT
+from .next_x import FSDP2, Branch, Unseen, handed_on, same
 from .own import Own, spared
-from .unseen import Unseen
+from .probe import edge_of, skips
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,20 @@ class Settings:
     overflow: str = "raise"
     compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
+    split: bool = False  # attention and MLP are steps of their own
 
 
 class Open:
     """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
 
-    def __init__(self, run: Pass, x: Tensor, training: bool, observer: Observer | None, unseen: Unseen) -> None:
+    def __init__(
+        self, run: Pass, x: Tensor, index: int, training: bool, observer: Observer | None, unseen: Unseen
+    ) -> None:
         self.run = run
+        self.index = index  # of the block that returned x
         self.unseen = unseen
         self.hashed = unseen.hashed(x)
-        self.x: weakref.ref[Tensor] = weakref.ref(x)
+        self.x: Callable[[], Tensor | None] = lambda: None
         self.version = version(x)
         self.training = training
         self.observer = observer
@@ -81,6 +86,8 @@ class OpenPasses(threading.local):
     def __init__(self) -> None:
         self.passes: list[Open] = []
         self.ended: Callable[[], Tensor | None] = lambda: None  # what the last pass returned
+        self.latest = -1  # the block that ran last
+        self.changed: list[str] = []  # functions that made another f of what the last block returned (form "branch")
 
     def __reduce__(self) -> Any:
         return OpenPasses, ()
@@ -96,6 +103,7 @@ class Stage:
         steps: how many steps a pass takes: more where blocks are run more than once.
         settings: the options.
         checkpointed: no momentum; a block that is run again in backward from its kept input.
+        trusted: it is known what the blocks compute. Else the user named them, and the first calls show it.
     """
 
     name: str
@@ -103,6 +111,7 @@ class Stage:
     steps: int
     settings: Settings
     checkpointed: bool = False
+    trusted: bool = True
     open: OpenPasses = field(default_factory=OpenPasses, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +119,9 @@ class Stage:
         self.memo = Memo()
         self.warned = set[str]()
         self.restarted = set[int]()  # blocks at which v started anew in training
+        self.stepwise = False  # look at the range after every step, also where that makes the host wait
+        self.skips: dict[str, bool | None] = {}  # of a stage that is not trusted: whether a block returns x + f(x)
+        self.joined = False  # whether a block was ever given what the one before it led to
         self.last: MemoryPlan | None = None  # of the last pass
         self.records: list[dict[str, Any]] = []  # of it, in configs
         self.told: list[str] = []  # of the last `load_state_dict` that was warned of
@@ -141,6 +153,7 @@ class Stage:
             "gamma": written(self.gamma),
             "form": "branch" if self.settings.form == "branch" else "block",
             "velocity": self.settings.velocity,
+            **({"split": True} if self.settings.split else {}),
         }
 
     @property
@@ -160,36 +173,29 @@ class Stage:
         plain = self.recurrence.residual if block.training else self.recurrence.in_evaluation.residual
         return plain and not any(e.known(x) for e in self.open.passes)
 
-    def rectifies(self, block: Any, x: Tensor) -> bool:
-        """Whether the block is to give f, and the step forms relu(x + f)."""
-        return self.settings.form == "relu" and not self.alone(block, x)
-
-    @property
-    def rerun(self) -> bool:
-        """Whether blocks are run again in backward."""
-        return self.settings.memory != "store"
-
-    def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra) -> Any:
-        """Run one block; what it returns, with the next x in it."""
-        check_input(x, f"the input of {path}, converted to a momentum step,")
-        alone = self.alone(own.block, x)
+    def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra, alone: bool) -> Any:
+        """Run one block, by itself or as a step; what it returns, with the next x in it."""
         self.last = self.stack.plan_for(x.dtype, not alone)
         if alone:
             return own.with_x(self._alone(own, path, x, extra, index))
         training = own.block.training
         entry = self._continued(x, index, path, training)
+        self.open.latest = index
         try:
             if entry is None:
-                run, observer = self._opened(x, own, extra)
+                run, observer = self._opened(x, own, path, extra)
                 unseen = Unseen(run.verify, self.range.deferred)
             else:
                 run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
             block = own if observer is None else observer.watch(run.k, own)
             x1 = run.step(block, extra, path, "block" if own.whole else None)
+            last = run.k == self.steps
+            if last:
+                self._look_back(run)
+                x1 = run.finish()
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
-        if run.k == self.steps or (index + 1 == self.blocks == self.steps):
-            x1 = run.finish()
+        if last:
             unseen.end()
             self._learn(run, training)
             self.open.ended = weakref.ref(x1)
@@ -197,11 +203,14 @@ class Stage:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, training, observer, unseen))
+            self._hand_on(Open(run, x1, index, training, observer, unseen), x1)
         del run.x  # the tensor handed on leads to the pass, not the other way round
         if self.stack.recorder is not None:
             self.stack.recorder.done()
-        return own.with_x(Branch.of(x, x1, unseen, path) if self.settings.form == "branch" else x1)
+        if self.settings.form != "branch":
+            return own.with_x(x1)
+        self.open.changed = []
+        return own.with_x(Branch.of(x, x1, unseen, path, self.open.changed))
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself."""
@@ -220,8 +229,10 @@ class Stage:
             self.stack.recorder.done()
         return y
 
-    def _opened(self, x: Tensor, own: Own, extra: Extra) -> tuple[Pass, Observer | None]:
+    def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> tuple[Pass, Observer | None]:
         assert self.last is not None
+        if not self.trusted and path not in self.skips and any(p.requires_grad for p in own.block.parameters()):
+            x = x if x.requires_grad else x.detach().requires_grad_()  # so that its way to the output is seen
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
         check_surroundings()
@@ -231,12 +242,15 @@ class Stage:
             training=own.block.training,
             overflow=self.settings.overflow,
             most_guard=self.recurrence.most_guard,
+            stepwise=self.stepwise
+            or not torch.is_grad_enabled(),  # the model may make something of an x: no second run
         )
         kind = Signed if self.recurrence.signed else Momentum
         state = kind(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
         run = Pass(
             state, x, self.steps, reversed=self.last.reversed, kept=self.last.kept, verify=self.settings.verify, memo=self.memo,
             deferred=self.range.deferred, look=None if observer is None else observer.look,
+            check=check_output if self.trusted else self._check_skip,
         )  # fmt: skip
         if self.settings.velocity == "first":
             block = own if observer is None else observer.watch(-1, own)
@@ -249,6 +263,12 @@ class Stage:
         entry = next((entry for entry in passes if entry.known(x)), None)
         if entry is not None:
             passes.remove(entry)
+            if entry.index == index and self.steps == self.blocks > 1:
+                raise ValueError(
+                    f"stage {self.name!r}: {path} is run twice in a row, and has one step in this stage. Pass an example, without "
+                    "stages, to have one step for each call: rg.convert(model, example)."
+                )
+            self.joined = True
             if index in self.restarted and training:
                 self.restarted.remove(index)
             elif index in self.restarted:
@@ -260,27 +280,28 @@ class Stage:
                 )
             mine = entry.x()
             entry.unseen.compare(x, entry.hashed, f"the x that {path} was given")
-            if not entry.run.tracked and mine is not None and mine.grad_fn is not None and torch.is_grad_enabled():
+            if not entry.run.tracked and mine is not None and mine.grad_fn is not None:
                 raise ReplayError(
                     f"{path} goes on with a pass whose blocks ran without gradients, and gets a gradient for them all the same: "
-                    "the model checkpoints its activations itself, with use_reentrant=True. Turn that off; converted blocks need "
-                    "no checkpoints."
+                    f"{REENTRANT}"
                 )
             through = mine is not None and mine is not x and (handed_on(x, mine) != FSDP2 or observed(mine))
+            if mine is not x or observed(x):
+                self.stepwise = True  # in a second run, what leads to this x, or looks at it, would be lost
+                entry.run.look_back(repeatable=False)
             entry.run.resume(x, through)
             return entry
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
-                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: the model checkpoints its "
-                "activations itself. Turn that off (gradient_checkpointing_disable(), set_grad_checkpointing(False))."
+                f"{path} is run again inside a backward pass, from the middle of the stage {self.name!r}: a checkpoint holds it "
+                "together with something that is not converted. Let it hold whole stages, or blocks alone; or turn the model's "
+                "checkpointing off."
             )
-        if is_fake(x):
-            return None
-        if index and training:
-            self.restarted.add(index)
-        if index:
-            self.warn_restart(path)
-        elif x is self.open.ended():
+        if index and not is_fake(x):
+            self.restart(x, index, path)
+            if training:
+                self.restarted.add(index)
+        elif not index and x is self.open.ended():
             self._warn(
                 "loop",
                 f"{path} was given the output of its own stage: the model runs {self.name!r} several times in a row, and v starts from "
@@ -289,8 +310,48 @@ class Stage:
             )
         return None
 
-    def warn_restart(self, path: str) -> None:
-        """Say once that a pass begins in the middle of the stage."""
+    def _check_skip(self, y: Any, x: Tensor, path: str) -> Any:
+        """`check_output`, and whether the block returns x + f(x), where gradients show it."""
+        y = check_output(y, x, path)
+        if self.settings.form == "block" and path not in self.skips and edge_of(x) is not None:
+            found = self.skips[path] = skips(edge_of(y), edge_of(x))
+            if found is False and not self.settings.insists:
+                raise ValueError(
+                    f"stage {self.name!r}: {path} does not return x + f(x), but f(x): only matrix products and convolutions lead from "
+                    "x to what it returns. If the model adds that to x as it is, pass form='branch'. If it is no residual block, leave "
+                    "it out, or take it as it is with form='block'."
+                )
+        return y
+
+    def restart(self, x: Tensor, index: int, path: str) -> None:
+        """A pass begins in the middle of the stage. Raise if that is because the blocks are not of its form; else say it once."""
+        branch = self.settings.form == "branch"
+        if isinstance(x, Branch):
+            raise ValueError(
+                f"stage {self.name!r}: {path} was given what the block before it returned, and form='branch' says that the model adds "
+                "x to that. Pass form='block' for blocks that return x + f(x). Others are no residual blocks: leave them out."
+            )
+        if branch and self.open.changed:
+            raise ValueError(
+                f"stage {self.name!r}: the model does not add what the block before {path} returned to x as it is, but calls "
+                f"{self.open.changed[0]} on it first: a factor, say, or dropout. Do that inside of the block: a step of a momentum "
+                "network adds f(x) as it is."
+            )
+        seen = self.skips.values()
+        never = index == self.open.latest + 1 == self.blocks - 1 and not self.joined and True not in seen
+        if not self.trusted and (False in seen or never):
+            raise ValueError(
+                f"stage {self.name!r}: {path} was not given what the block before it "
+                + ("returned, added to x" if branch else "returned")
+                + ", so these blocks are no steps of one momentum network as they were named. "
+                + (
+                    ""
+                    if branch
+                    else "Pass form='branch' if the model adds what they return to x as it is (x + block(x)). "
+                )
+                + "Do what else the model does between them, such as a factor or a normalisation, inside of the blocks, or leave the "
+                "stage out."
+            )
         self._warn(
             "restart",
             f"{path} was given something other than the output of the block before it, so its velocity starts from 0 again. "
@@ -303,12 +364,8 @@ class Stage:
             self.warned.add(kind)
             warnings.warn(message, stacklevel=8)
 
-    def _hand_on(self, entry: Open) -> None:
-        passes = self.open.passes
-        passes.append(entry)
-        x = entry.x()
-        assert x is not None
-        weak = weakref.ref(entry)
+    def _hand_on(self, entry: Open, x: Tensor) -> None:
+        passes, weak = self.open.passes, weakref.ref(entry)
 
         def forget(_: Any) -> None:
             """The pass went no further: nobody has its x."""
@@ -322,6 +379,18 @@ class Stage:
                     warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
 
         entry.x = weakref.ref(x, forget)
+        passes.append(entry)
+
+    def _look_back(self, run: Pass) -> None:
+        """At the end of a pass, on an accelerator: look at its range, and run it again if it was left."""
+        run.look_back()
+        if run.ran_again:
+            self._warn(
+                "again",
+                f"stage {self.name!r} left its range on an accelerator, so its blocks were run once more, in a wider one. Its output "
+                "and gradients are right. What the model itself made in this pass of an x between two of the blocks (the "
+                "loss of an auxiliary head, say) is of the first run.",
+            )
 
     def _learn(self, run: Pass, training: bool) -> None:
         """Take note of the largest values of a pass."""

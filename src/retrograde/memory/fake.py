@@ -6,7 +6,7 @@ Nothing is computed and nothing is allocated, but every tensor has its size, and
 thrown away afterwards, so the user's model, its caches, hooks, counters and random numbers stay as they are. Fake tensors that
 outlive the copy, in a global cache say, raise on use.
 
-Memory that kernels allocate and free inside is not seen. Some of it is known well enough to be added (`workspace`).
+Memory that kernels allocate and free inside is not seen. Some of it is known well enough to be added (`INSIDE`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,11 +48,13 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if KEEPS is not None and func is KEEPS.default and is_fake(out[3]):  # without values it is empty
+            out = (*out[:3], out[3].new_empty(recurrent_kept(args[0], args[5])))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.count(leaf)
-        if func in _SPACIOUS:
-            self._reached(self.now + workspace(func, args, out))
+        if func in INSIDE:
+            self._reached(self.now + INSIDE[func](args, out))
         self.drawn += torch.Tag.nondeterministic_seeded in func.tags
         return out
 
@@ -81,36 +84,10 @@ class Meter(TorchDispatchMode):
         self.peak = max(self.peak, bytes_)
 
 
-_SPACIOUS = {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-        "native_batch_norm_backward", "mm",
-    )
-    if hasattr(torch.ops.aten, name)
-}  # fmt: skip
-
-
-def workspace(func: Any, args: Any, out: Any) -> int:
-    """Bytes that a kernel allocates inside.
-
-    On a CPU with AVX-512, oneDNN copies input, weights and output of a convolution into blocks of 16 channels (images of up to 3
-    channels stay as they are), unless the kernel is of one pixel and stride 1. Batch norm's backward has another array of the size
-    of its input. A product in bfloat16 whose first factor is transposed, as the gradient of a weight is, copies factors and output
-    into blocks, up to 0.6 MB. (With AVX2 alone oneDNN has other ways, some of which take more.) On a GPU fused attention adds up
-    the gradient of its queries in float32.
+def _convolution(args: Any, out: Any, backward: bool) -> int:
+    """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay as they
+    are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
     """
-    if func is torch.ops.aten.mm.default:
-        a, b = args
-        if a.device.type != "cpu" or a.dtype != torch.bfloat16 or a.is_contiguous():
-            return 0
-        return min(int(a.element_size() * (a.numel() + b.numel() + out.numel())), 600_000)
-    if "attention" in str(func):
-        return 4 * int(args[1].numel()) if args[1].is_cuda else 0
-    if func is torch.ops.aten.native_batch_norm_backward.default:
-        return int(args[1].numel() * args[1].element_size()) if args[1].device.type == "cpu" else 0
-    backward = func is torch.ops.aten.convolution_backward.default
     y, x, weight = args[:3] if backward else (out, *args[:2])
     if x.device.type != "cpu" or math.prod((*weight.shape[2:], *args[3 + backward])) == 1:
         return 0
@@ -121,6 +98,85 @@ def workspace(func: Any, args: Any, out: Any) -> int:
 
 def _in_blocks(t: Tensor) -> int:
     return t.shape[0] * -(-t.shape[1] // 16) * 16 * math.prod(t.shape[2:])
+
+
+def _product(a: Tensor, b: Tensor) -> int:
+    """Of bfloat16 on a CPU: each thread has factors and output in blocks, at most 96 kB of them; the first factor again if transposed."""
+    if a.device.type != "cpu" or a.dtype != torch.bfloat16:
+        return 0
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    k, n = -(-k // 32) * 32, -(-n // 64) * 64
+    again = min(2 * m * k, 2**17) if a.stride(-1) != 1 else 0
+    return torch.get_num_threads() * (min(2 * (m * k + k * n + m * n), 3 * 2**15) + again + 2**10)
+
+
+def _recurrent(x: Tensor, state: Tensor, itemsize: int) -> int:
+    """Weights in another order, and the gates of all times."""
+    gates = 4 * state.shape[-1]
+    weights = gates * (x.shape[-1] + state.shape[-1])
+    return itemsize * (math.prod(x.shape[:-1]) * gates + weights) + 2**14
+
+
+def recurrent_kept(x: Tensor, state: Tensor) -> int:
+    """Bytes that oneDNN keeps of an LSTM's layer for its gradient: per time and row 9 times the state and 6.5 times the larger of state
+    and input (fitted to six sizes; too much by up to a third where there is little)."""
+    hidden = state.shape[-1]
+    each = 9 * hidden + 13 * max(hidden, x.shape[-1]) // 2
+    return (x.shape[0] + 1) * math.prod(x.shape[1:-1]) * each * (4 if x.dtype == torch.float32 else 3) + 7 * 2**12
+
+
+def _on_cpu(t: Tensor, times: float = 1) -> int:
+    return int(times * t.numel() * t.element_size()) if t.device.type == "cpu" else 0
+
+
+def _promoted(args: Any, out: Any) -> int:
+    """Of two dtypes, one is brought to the other's."""
+    tensors = [t for t in args[:2] if isinstance(t, Tensor) and t.dim() and t.dtype != out.dtype]
+    return int(out.dtype.itemsize * sum(map(Tensor.numel, tensors))) if out.device.type == "cpu" else 0
+
+
+def _averaged(args: Any, out: Any) -> int:
+    """In 16 bits, by way of float32."""
+    x = args[0]
+    return 4 * (x.numel() + out.numel()) if x.device.type == "cpu" and x.dtype.itemsize < 4 else 0
+
+
+def _of_queries(args: Any, out: Any) -> int:
+    return 4 * int(args[1].numel()) if args[1].is_cuda else 0
+
+
+_INSIDE: dict[str, Callable[[Any, Any], int]] = {
+    "convolution": lambda args, out: _convolution(args, out, backward=False),
+    "convolution_backward": lambda args, out: _convolution(args, out, backward=True),
+    "mm": lambda args, out: _product(*args),
+    "bmm": lambda args, out: _product(*args),
+    "addmm": lambda args, out: _product(*args[1:3]),
+    "baddbmm": lambda args, out: _product(*args[1:3]),
+    "add.Tensor": _promoted,
+    "sub.Tensor": _promoted,
+    "mul.Tensor": _promoted,
+    "div.Tensor": _promoted,
+    "mean.dim": _averaged,
+    "abs": lambda args, out: _on_cpu(args[0]) if args[0].is_complex() else 0,
+    "native_batch_norm_backward": lambda args, out: _on_cpu(args[1]),
+    "linalg_matrix_exp": lambda args, out: _on_cpu(args[0], 12.5),
+    "_fft_r2c": lambda args, out: _on_cpu(args[0]),
+    "_fft_c2r": lambda args, out: _on_cpu(args[0]),
+    "_fft_c2c": lambda args, out: _on_cpu(args[0]),
+    "mkldnn_rnn_layer": lambda args, out: _recurrent(args[0], args[5], args[0].element_size()),
+    "mkldnn_rnn_layer_backward": lambda args, out: _recurrent(args[0], args[5], 4),
+    "_scaled_dot_product_flash_attention_backward": _of_queries,
+    "_scaled_dot_product_efficient_attention_backward": _of_queries,
+    "_scaled_dot_product_cudnn_attention_backward": _of_queries,
+}  # fmt: skip
+"""By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds up
+the gradient of its queries in float32."""
+INSIDE: dict[Any, Callable[[Any, Any], int]] = {}
+for _name, _of in _INSIDE.items():
+    _packet, _, _overload = _name.partition(".")
+    if hasattr(torch.ops.aten, _packet):
+        INSIDE[getattr(getattr(torch.ops.aten, _packet), _overload or "default")] = _of
+KEEPS = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
 
 
 class FusedAttention(TorchFunctionMode):
@@ -161,20 +217,30 @@ class PlanningMode(FakeTensorMode):
     """The mode of one copy. Its tensors raise on use once the copy is thrown away.
 
     Otherwise code that caches a fake tensor would go on without values: gradients would vanish, or a kernel would crash.
+
+    Args:
+        guesses: where the model looks at a value, it sees False, 0.5 or 1: a mask is not causal, no layer is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guesses: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)  # tensors in closures and global variables
+        self.guesses = guesses
         self.over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.over:
-            raise TypeError(
+            raise RuntimeError(  # a TypeError is swallowed by `+` and its like, which then name two classes of tensors
                 f"a tensor without values is used ({func}). It was made when memory was planned on a copy of the model, and was "
                 "kept outside of the model: in a global variable, a closure or a cache. Clear that, and keep the tensor as a buffer "
                 "of its module, or plan without a budget."
             )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            if not self.guesses or func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 0.5 if dtype.is_floating_point else 1
 
 
 def is_fake(value: Any) -> bool:
@@ -215,15 +281,19 @@ class Copy:
 
 
 @contextmanager
-def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None) -> Iterator[Copy]:
+def fake_copy(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], others: Any = None, guesses: bool = False
+) -> Iterator[Copy]:  # fmt: skip
     """A copy of the model and its inputs without values, in grad mode, in which every allocation is counted.
 
     User hooks do nothing in it: they may write to what is not copied. A model that has no values already is copied too.
 
     Args:
         others: objects that refer to parts of the model, to be copied with it.
+        guesses: as of `PlanningMode`.
     """
-    mode = mode_of(model) or PlanningMode()
+    given = mode_of(model)
+    mode = given or PlanningMode(guesses)
     tensors = [
         t for t in (*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))) if isinstance(t, Tensor)
     ]
@@ -244,7 +314,7 @@ def fake_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         with no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
-        if isinstance(mode, PlanningMode):
+        if given is None and isinstance(mode, PlanningMode):
             mode.over = True
 
 
@@ -278,12 +348,14 @@ def no_trace() -> Iterator[None]:
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         generators += torch.cuda.default_generators
     places = [g.get_state() for g in generators]
+    cached, parametrize._cache = parametrize._cache, {}  # a copy's are known there by the modules of the original
     log.setLevel(logging.CRITICAL)
     try:
         with torch.compiler.set_stance("force_eager"), saved_tensors_hooks(_itself, _itself):
             yield
     finally:
         log.setLevel(level)
+        parametrize._cache = cached
         random.setstate(state)
         for generator, place in zip(generators, places, strict=True):
             generator.set_state(place)

@@ -1,6 +1,6 @@
 """What is kept of each block from forward to backward: memory modes, and plans made of them.
 
-    "reverse"      x, v and the information buffers, once, whatever the depth
+    "reverse"      x and v, once; and the bits that γ pushes, log2(1/γ) for each element and block
     "checkpoint"   the block's input: the float, or its integers where they are narrower
     "store"        whatever autograd saves
     "auto"         "reverse" or "checkpoint", whichever keeps less

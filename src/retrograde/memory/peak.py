@@ -5,8 +5,7 @@
 
 On a CPU the profiler reports every call of PyTorch's allocator with its address and size, so temporaries inside a kernel
 count as well. The free of an address that was allocated before the start is ignored. Memory that a library takes from the
-system itself (oneDNN's scratch space, Python's objects) is not seen; `benchmarks/cpu_step.py` also reads the resident memory
-of a fresh process.
+system itself (Python's objects) is not seen: `system_growth` sees it, and what the C library cannot use again.
 
 On a GPU the allocator keeps both figures: its maximum, and what is allocated now, both less what was allocated at the start.
 """
@@ -18,14 +17,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from ..reverse.heap import malloc_trim, resident
 from .units import human
 
 _RETURNED = "retrograde::returned"
+_FORGET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,32 @@ def held_bytes(fn: Callable[[], Any], *, device: torch.device | str = "cpu") -> 
     8000
     """
     return peak_memory(fn, device=device).held
+
+
+def system_growth(fn: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes that the system gives while `fn` runs, at most: to this process (resident) or, on a GPU, to the allocator (reserved).
+
+    Free pages are given back before. None where the system does not say: it takes Linux.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_reserved(device)
+        fn()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_reserved(device) - start
+    trim = malloc_trim()
+    try:
+        if trim is not None:
+            trim(0)
+        _FORGET.write_text("5")  # the peak so far
+    except OSError:
+        return None
+    start = resident()
+    fn()
+    return max(0, 1024 * int(_STATUS.read_text().split("VmHWM:")[1].split()[0]) - start)
 
 
 def _on_cpu(fn: Callable[[], Any], then: Callable[[Any], Any] | None, device: torch.device) -> Peak:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .peak import peak_memory
+from .peak import peak_memory, system_growth
 from .timing import Times, interleave
 from .units import human
 
@@ -26,6 +26,8 @@ class Report:
     Attributes:
         peak: the most memory above parameters, gradients and batch at any time of the step.
         held: what the forward pass keeps for the backward pass, the output and the loss included.
+        resident: what the system counts: by how much the process grew in a step, or on a GPU what the allocator reserved; None where
+            the system does not say.
         parameters, gradients: their bytes.
         output: what the model returned, detached.
     """
@@ -36,16 +38,18 @@ class Report:
     gradients: int
     times: Times
     output: Any = field(repr=False)
+    resident: int | None = None
 
     def __str__(self) -> str:
         lines = {
             "peak memory": human(self.peak),
+            "resident, or reserved": "unknown" if self.resident is None else human(self.resident),
             "held for backward": human(self.held),
             "parameters": human(self.parameters),
             "gradients": human(self.gradients),
             "step time": str(self.times),
         }
-        return "\n".join(f"{name:<18} {value}" for name, value in lines.items())
+        return "\n".join(f"{name:<21} {value}" for name, value in lines.items())
 
 
 def measure(
@@ -92,8 +96,9 @@ def measure(
             backward(forward())
         outputs.clear()
         memory = peak_memory(forward, backward, device=device)
+        grown = system_growth(lambda: backward(forward()), device)
         times = interleave({"step": lambda: backward(forward())}, repeats, warmup=0, device=device)["step"]
-    return Report(memory.peak, memory.held, bytes_of(model.parameters()), bytes_of(trained), times, outputs[0])
+    return Report(memory.peak, memory.held, bytes_of(model.parameters()), bytes_of(trained), times, outputs[0], grown)
 
 
 def as_call(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

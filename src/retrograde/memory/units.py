@@ -25,10 +25,10 @@ def human(count: float) -> str:
 def parse_bytes(text: str) -> int:
     """The number of bytes in a text: the inverse of `human`. "GB" are decimal, "GiB" binary.
 
-    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
-    (24000000000, 1610612736, 4096)
+    >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("16e9")
+    (24000000000, 1610612736, 16000000000)
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)(b?)\s*", text.lower())
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([kmgt]?)(i?)(b?)\s*", text.lower())
     if match is None or (match[3] and not (match[2] and match[4])):
         raise ValueError(f"a number of bytes is written as 24GB, 1.5GiB or 4096; got {text!r}.")
     number, prefix, binary, _ = match.groups()

@@ -3,8 +3,7 @@
 resnet        residual networks for images, plain or with momentum
 momentum      Momentum ResNets
 coupling      networks whose two streams change each other in turn
-revnet        RevNets: coupling with two functions per layer
-irevnet       i-RevNets: coupling from the pixels to the last features
+revnet        RevNets: coupling with two functions per layer; i-RevNets: coupling from the pixels to the last features
 hamiltonian   the limit γ → 1
 iresnet       contractive blocks, inverted by iteration
 ode           Neural ODEs, augmented and of second order
@@ -20,15 +19,14 @@ Functions that have the name of their file (`resnet.resnet`) are imported from i
 from .coupling import CoupledState, CouplingNet
 from .hamiltonian import HamiltonianBlock, HamiltonianNet
 from .iresnet import Certificate, IResNet
-from .irevnet import IRevNet
 from .lista import Lista
 from .momentum import MomentumNet, State
 from .ode import AugmentedODE, NeuralODE, SecondOrderODE, discretised
-from .resnet import ResNet, momentum_resnet, thin_resnet
-from .revnet import RevNet, rev_resnet
+from .resnet import ResNet, thin_resnet
+from .revnet import IRevNet, RevNet, rev_resnet
 
 __all__ = [
     "AugmentedODE", "Certificate", "CoupledState", "CouplingNet", "HamiltonianBlock", "HamiltonianNet", "IResNet", "IRevNet", "Lista",
-    "MomentumNet", "NeuralODE", "ResNet", "RevNet", "SecondOrderODE", "State", "discretised", "momentum_resnet", "rev_resnet",
+    "MomentumNet", "NeuralODE", "ResNet", "RevNet", "SecondOrderODE", "State", "discretised", "rev_resnet",
     "thin_resnet",
 ]  # fmt: skip

@@ -139,6 +139,7 @@ class CouplingNet(nn.Module):
         )  # fmt: skip
         for block in self.blocks:
             run.step(block, extra)
+        run.look_back()
         self.range.learn(run.state.range, self.training, 0)
         return run
 

@@ -20,7 +20,7 @@ from the weights in use. It runs in float64 and reports the bound on its error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,9 @@ def needed(lipschitz: float, first_step: float, tolerance: float) -> int:
 
 
 @torch.no_grad()
-def invert(g: nn.Module, y: Tensor, lipschitz: float, tolerance: float, block: int = 0) -> tuple[Tensor, Certificate]:
+def invert(
+    g: Callable[[Tensor], Tensor], y: Tensor, lipschitz: float, tolerance: float, block: int = 0
+) -> tuple[Tensor, Certificate]:
     """x with x + g(x) = y, by fixed-point iteration, for a g with Lip(g) ≤ `lipschitz` < 1 in the norm of each sample."""
     x, iterations, promised, error = y, 0, 1, math.inf
     while error > tolerance:
@@ -141,19 +143,25 @@ class IResNet(nn.Module):
         return x.to(y.dtype), tuple(certificates)
 
     @torch.no_grad()
-    def frozen(self, k: int, like: Tensor) -> tuple[nn.Module, float]:
-        """Block k as a plain float64 module with its weights as bounded now, and a proven bound on its Lipschitz constant.
+    def frozen(self, k: int, like: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
+        """Block k in float64 with its weights as bounded now, and a proven bound on its Lipschitz constant.
 
         Args:
             like: a tensor of the shape that the network takes; convolutions are bounded for its size.
         """
         layers: Any = self.blocks[k]
-        bounded = [m for m in layers if isinstance(m, BoundedLinear | BoundedConv2d)]
+        bounded = [m for m in layers if isinstance(m, _Bounded)]
         if not self.training or any(m.u is None for m in bounded):
             layers(like)
-        plain = [m.frozen() if m in bounded else m for m in layers]
-        norms = (certified_norm(p, m.shape) for p, m in zip(plain, layers, strict=True) if m in bounded)
-        return nn.Sequential(*plain), math.prod(norms)
+        weights = {m: m.bounded().double() for m in bounded}
+        biases = {m: None if m.bias is None else m.bias.double() for m in bounded}
+
+        def g(x: Tensor) -> Tensor:
+            for m in layers:
+                x = m.run(x, weights[m], biases[m]) if m in weights else m(x)
+            return x
+
+        return g, math.prod(certified_norm(m, m.shape, weight) for m, weight in weights.items())
 
     def extra_repr(self) -> str:
         return f"depth={len(self.blocks)}, coefficient={self.coefficient:g}"
@@ -161,63 +169,65 @@ class IResNet(nn.Module):
 
 def _bounded(g: nn.Module, coefficient: float, k: int) -> nn.Sequential:
     layers = list(g) if isinstance(g, nn.Sequential) else [g]
-    count = sum(isinstance(m, nn.Linear | nn.Conv2d) for m in layers)
-    held: list[nn.Module] = []
-    for m in layers:
-        if isinstance(m, nn.Linear):
-            held.append(BoundedLinear(m, coefficient ** (1 / count)))
-        elif isinstance(m, nn.Conv2d):
-            held.append(BoundedConv2d(m, coefficient ** (1 / count)))
-        elif isinstance(m, _NONEXPANSIVE) and getattr(m, "negative_slope", 0) <= 1 and getattr(m, "alpha", 0) <= 1:
-            held.append(m)
-        else:
+    bounds = {nn.Linear: BoundedLinear, nn.Conv2d: BoundedConv2d}
+    kinds = [next((bound for kind, bound in bounds.items() if isinstance(m, kind)), None) for m in layers]
+    each = coefficient ** (1 / max(1, sum(kind is not None for kind in kinds)))
+    for m, kind in zip(layers, kinds, strict=True):
+        contracts = (
+            isinstance(m, _NONEXPANSIVE) and getattr(m, "negative_slope", 0) <= 1 and getattr(m, "alpha", 0) <= 1
+        )
+        if kind is None and not contracts:
             raise TypeError(
                 f"block {k} holds a {type(m).__name__}, whose Lipschitz constant is not bounded. An i-ResNet's block is a "
-                "Sequential of Linear, Conv2d and "
-                f"{', '.join(c.__name__ for c in _NONEXPANSIVE)} (no normalisation, no dropout)."
+                f"Sequential of Linear, Conv2d and {', '.join(c.__name__ for c in _NONEXPANSIVE)} (no normalisation, no dropout)."
             )
-    return nn.Sequential(*held)
+    return nn.Sequential(*(m if kind is None else kind(m, each) for m, kind in zip(layers, kinds, strict=True)))
 
 
 class _Bounded(nn.Module):
-    """What the bounded layers share. `weight`, `bias` and so the state_dict are those of the plain layer."""
+    """A layer whose operator has a norm of at most c. `weight`, `bias` and so the state_dict are those of the plain layer."""
 
     weight: Tensor
+    bias: Any
     u: Tensor | None  # the left singular vector, as far as power iteration has come
     iterations = 5  # per forward pass in training
+    dimensions = 1  # of a sample
 
     def _take(self, plain: nn.Module, coefficient: float) -> None:
         self._parameters.update(plain._parameters)
         self.coefficient = coefficient
-        self.shape: torch.Size | None = None  # of one input sample
+        self.shape = torch.Size()  # of one input sample
         self.register_buffer("u", None, persistent=False)
         self._seen: Any = None  # the weights for which σ has converged
 
-    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The layer, or without a bias its operator, with another weight."""
         raise NotImplementedError
 
-    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+    def adjoint(self, u: Tensor, weight: Tensor) -> Tensor:
+        """The adjoint of its operator."""
         raise NotImplementedError
 
-    def _plain(self) -> nn.Module:
-        raise NotImplementedError
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow(x)
+        return self.run(x, self.bounded(), self.bias)
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
         """Bring u up to date with the weights, for inputs like x."""
-        weight, shape = self.weight.detach(), x.shape[1:] if isinstance(self, nn.Conv2d) else x.shape[-1:]
+        weight, shape = self.weight.detach(), x.shape[-self.dimensions :]
         if self.u is None or self.shape != shape or self.u.dtype != weight.dtype or self.u.device != weight.device:
             self.shape, self._seen = shape, None
             generator = torch.Generator().manual_seed(0)  # not the user's
             start = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
-            self.u = _unit(self._apply_to(weight, start))
+            self.u = _unit(self.run(start, weight))
         seen = (weight.data_ptr(), weight._version)
         if not self.training and seen == self._seen:
             return
         converged = max(_CONVERGED, 2 * torch.finfo(weight.dtype).eps)
         sigma = torch.zeros((), dtype=weight.dtype, device=weight.device)
         for _ in range(self.iterations if self.training else _MOST):
-            before, image = sigma, self._apply_to(weight, _unit(self._adjoint(weight, self.u)))
+            before, image = sigma, self.run(_unit(self.adjoint(self.u, weight)), weight)
             sigma, self.u = image.norm(), _unit(image)
             if not self.training and abs(sigma - before) <= converged * sigma:
                 break
@@ -226,22 +236,12 @@ class _Bounded(nn.Module):
     def sigma(self) -> Tensor:
         """The largest singular value as the current u has it; a function of the weights."""
         assert self.u is not None
-        v = _unit(self._adjoint(self.weight.detach(), self.u.detach()))
-        image = self._apply_to(self.weight, v)
+        image = self.run(_unit(self.adjoint(self.u.detach(), self.weight.detach())), self.weight)
         return (_unit(image.detach()) * image).sum()
 
     def bounded(self) -> Tensor:
         """W · min(1, c / σ)."""
         return self.weight * torch.clamp(self.coefficient / self.sigma().clamp_min(1e-30), max=1.0)
-
-    @torch.no_grad()
-    def frozen(self) -> nn.Module:
-        """The plain float64 layer with the bounded weight of the last forward pass."""
-        layer = self._plain()
-        layer.weight = nn.Parameter(self.bounded().double(), requires_grad=False)
-        if self.bias is not None:
-            layer.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=False)  # type: ignore[operator]
-        return layer.double()
 
 
 class BoundedLinear(_Bounded, nn.Linear):
@@ -251,22 +251,17 @@ class BoundedLinear(_Bounded, nn.Linear):
         nn.Linear.__init__(self, plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
         self._take(plain, coefficient)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.follow(x)
-        return F.linear(x, self.bounded(), self.bias)
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
-    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
-        return F.linear(v, weight)
-
-    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
+    def adjoint(self, u: Tensor, weight: Tensor) -> Tensor:
         return F.linear(u, weight.t())
-
-    def _plain(self) -> nn.Module:
-        return nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device=self.weight.device)
 
 
 class BoundedConv2d(_Bounded, nn.Conv2d):
     """A convolution (zero padding, no groups) with norm at most c on images of the size it meets."""
+
+    dimensions = 3
 
     def __init__(self, plain: nn.Conv2d, coefficient: float) -> None:
         if plain.groups != 1 or plain.padding_mode != "zeros" or isinstance(plain.padding, str):
@@ -274,28 +269,17 @@ class BoundedConv2d(_Bounded, nn.Conv2d):
                 f"{plain} cannot be bounded: only convolutions with groups=1 and numeric zero padding can. Write padding "
                 "as a number (kernel // 2 for 'same')."
             )
-        nn.Conv2d.__init__(self, **_settings(plain), bias=plain.bias is not None, device="meta")
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+        nn.Conv2d.__init__(
+            self, **{name: getattr(plain, name) for name in names}, bias=plain.bias is not None, device="meta"
+        )
         self._take(plain, coefficient)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.follow(x)
-        return self._conv_forward(x, self.bounded(), self.bias)
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._conv_forward(x, weight, bias)
 
-    def _apply_to(self, weight: Tensor, v: Tensor) -> Tensor:
-        return F.conv2d(v[None], weight, None, self.stride, self.padding, self.dilation)[0]
-
-    def _adjoint(self, weight: Tensor, u: Tensor) -> Tensor:
-        assert self.shape is not None
-        settings = (self.stride, self.padding, self.dilation)
-        return conv2d_input((1, *self.shape), weight, u[None], *settings)[0]
-
-    def _plain(self) -> nn.Module:
-        return nn.Conv2d(**_settings(self), bias=self.bias is not None, device=self.weight.device)
-
-
-def _settings(plain: nn.Conv2d) -> dict[str, Any]:
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
-    return {name: getattr(plain, name) for name in names}
+    def adjoint(self, u: Tensor, weight: Tensor) -> Tensor:
+        return conv2d_input((1, *self.shape), weight, u[None], self.stride, self.padding, self.dilation)[0]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -303,29 +287,27 @@ def _unit(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def certified_norm(layer: Any, shape: torch.Size) -> float:
-    """An upper bound on the operator norm of a plain layer for samples of this shape, to rounding.
+def certified_norm(layer: Any, shape: torch.Size, weight: Tensor) -> float:
+    """An upper bound on the operator norm of a layer with this weight for samples of this shape, to rounding.
 
     Linear, and convolutions of small images: the largest singular value of the matrix. Others: `symbol_norm`.
     """
-    weight = layer.weight.double()
     if isinstance(layer, nn.Linear):
         return float(torch.linalg.matrix_norm(weight, 2))
     if shape.numel() > _DENSE:
-        return symbol_norm(layer, shape)
+        return symbol_norm(layer, shape, weight)
     units = torch.eye(shape.numel(), dtype=weight.dtype, device=weight.device).view(-1, *shape)
     columns = F.conv2d(units, weight, None, layer.stride, layer.padding, layer.dilation).flatten(1)
     return float(torch.linalg.eigvalsh(columns @ columns.t())[-1].clamp_min(0).sqrt())
 
 
 @torch.no_grad()
-def symbol_norm(layer: nn.Conv2d, shape: torch.Size) -> float:
+def symbol_norm(layer: nn.Conv2d, shape: torch.Size, weight: Tensor) -> float:
     """An upper bound on the norm of a convolution, a few percent high on small images and tight on large ones.
 
     The convolution is a part of the periodic one on the image enlarged by the kernel's reach, and the norm of that is the
     largest singular value of the kernel's Fourier symbol over that grid.
     """
-    weight = layer.weight.double()
     (a, b), (p, q) = layer.dilation, layer.kernel_size
     grid = [shape[-2] + a * (p - 1), shape[-1] + b * (q - 1)]
     spread = weight.new_zeros(*weight.shape[:2], a * (p - 1) + 1, b * (q - 1) + 1)

@@ -29,15 +29,6 @@ from .revnet import RevNet
 FORMS = ("resnet", "momentum", "revnet")
 
 
-def soft_threshold(z: Tensor, t: float) -> Tensor:
-    """sign(z) · max(|z| − t, 0).
-
-    >>> soft_threshold(torch.tensor([-3.0, 0.5, 2.0]), 1.0).tolist()
-    [-2.0, 0.0, 1.0]
-    """
-    return softshrink(z, t)
-
-
 def lasso(x: Tensor, y: Tensor, D: Tensor, lam: float) -> Tensor:
     """L_y(x), one value per row of x and y."""
     return (y - x @ D.t()).square().sum(-1) / 2 + lam * x.abs().sum(-1)
@@ -47,7 +38,7 @@ def ista(y: Tensor, D: Tensor, lam: float, steps: int) -> Tensor:
     """x after `steps` iterations of ISTA from 0, with step size η = 1/‖D‖²."""
     eta, x = step_size(D), y.new_zeros(*y.shape[:-1], D.shape[1])
     for _ in range(whole("steps", steps, 0)):
-        x = soft_threshold(x - eta * (x @ D.t() - y) @ D, eta * lam)
+        x = softshrink(x - eta * (x @ D.t() - y) @ D, eta * lam)
     return x
 
 
@@ -73,7 +64,7 @@ class Shrink(nn.Module):
         self.W2 = nn.Parameter(eta * D.t().clone())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        g = soft_threshold(x @ self.W1.t() + y @ self.W2.t(), self.threshold)
+        g = softshrink(x @ self.W1.t() + y @ self.W2.t(), self.threshold)
         return g if self.form == "block" else g - x
 
     def extra_repr(self) -> str:

@@ -243,6 +243,7 @@ class MomentumNet(nn.Module):
             form = "block" if recurrence.form == "relu" and whole(block) else None
             run.step(block if observer is None else observer.watch(k, block), extra, form=form)
         if not plain:
+            run.look_back()
             self.range.learn(run.state.range, self.training, recurrence.most_guard)
         return run
 

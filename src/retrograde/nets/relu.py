@@ -5,21 +5,19 @@
     return self.relu(out)
 
 A step of form "relu" runs f alone and forms the sum and the relu itself. That is right only if the block does nothing else. So the
-source of its forward is checked first: it may call submodules and its own methods, add, and ask whether a submodule is None. Then it
-is run once on stand-ins, which note the calls; nothing is computed and no other code runs. A block of any other kind runs as it is.
+code of its forward is run on stand-ins for the block and for x, which note the calls of submodules and raise on everything else.
+The code finds no global names and no built-in functions, so it can do nothing but that: no other code runs, nothing is computed, and
+nothing is left behind. A block of any other kind runs as it is.
 """
 
 from __future__ import annotations
 
-import ast
+import dis
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,39 +30,57 @@ DEEPEST = 64
 which for so many blocks is no more than x and v take."""
 _READERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, _BatchNorm, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 """Modules that neither write to their input nor return a view of it."""
-_ALLOWED = (
-    ast.Assign, ast.AugAssign, ast.BinOp, ast.operator, ast.If, ast.IfExp, ast.Compare, ast.Is, ast.IsNot, ast.Return, ast.Expr,
-    ast.Call, ast.Attribute, ast.Name, ast.Constant, ast.expr_context,
-)  # fmt: skip
+_REFUSED = {"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO", "STORE_GLOBAL"}
+"""Instructions that would hide what a stand-in raises, or write to global names."""
 
 
-@dataclass(eq=False)
-class _Value:
-    """Stands in for a tensor: x; f, made of x by these submodules; x + f; or what the submodule `last` makes of that."""
+class _StandIn:
+    """For a block or a submodule: `of` makes of it what is asked for. Code that is run on it uses no names such as these."""
 
-    calls: tuple[str, ...] = ()
-    sum: str = ""  # how x was added: "+" or "+="
-    last: str = ""
+    __slots__ = ("__of__",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, of: Callable[[Any], Any]) -> None:
+        self.__of__ = of
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__of__(name)
+
+    def __call__(self, value: Any, /) -> Any:
+        return self.__of__(value)
+
+    def __bool__(self) -> bool:
+        raise TypeError("not known")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not known")
+
+
+class _Value(_StandIn):
+    """For a tensor: x; f, made of x by the submodules `calls`; x + f; or what the submodule `last` makes of that.
+
+    `how`: x was added by "+" or by "+=".
+    """
+
+    __slots__ = ("__calls__", "__how__", "__last__")
+
+    def __init__(self, calls: tuple[str, ...] = (), how: str = "", last: str = "") -> None:
+        super().__init__(_nothing)
+        self.__calls__, self.__how__, self.__last__ = calls, how, last
 
     def __add__(self, other: Any) -> _Value:
-        if not isinstance(other, _Value) or self.sum or other.sum or bool(self.calls) == bool(other.calls):
+        if self.__how__ or other.__how__ or bool(self.__calls__) == bool(other.__calls__):
             raise TypeError("not a sum of x and f")
-        return _Value(self.calls or other.calls, "+")
+        return _Value(self.__calls__ or other.__calls__, "+")
 
     def __iadd__(self, other: Any) -> _Value:
         self + other  # of x itself, which is written to then, the calls do not become f
-        self.sum = "+="
+        self.__how__ = "+="
         return self
 
 
-class _Self:
-    """Stands in for a block: its attributes are what `see` makes of their names. Code that is followed names none with "__"."""
-
-    def __init__(self, see: Callable[[str], Any]) -> None:
-        self.__dict__["__see__"] = see
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__dict__["__see__"](name)
+def _nothing(_: Any) -> Any:
+    raise TypeError("a tensor has no submodules")
 
 
 def branch_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | None:
@@ -80,13 +96,14 @@ def branch_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     True
     """
     value = _traced(block, cls or type(block))
-    if value is None or not value.last:
+    if value is None or not value.__last__:
         return None
-    if not is_plain(getattr(block, value.last), nn.ReLU) or not _only_reads(getattr(block, value.calls[0])):
+    calls, how = value.__calls__, value.__how__
+    if not is_plain(getattr(block, value.__last__), nn.ReLU) or not _only_reads(getattr(block, calls[0])):
         return None
-    if value.sum == "+=" and any(m._forward_hooks for m in getattr(block, value.calls[-1]).modules()):
+    if how == "+=" and any(m._forward_hooks for m in getattr(block, calls[-1]).modules()):
         return None  # a hook that keeps f sees the sum written over it
-    return _branch(value.calls, value.sum)
+    return _branch(calls, how)
 
 
 @lru_cache(256)
@@ -112,79 +129,54 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
         return None
     called: list[str] = []
+    parts: dict[nn.Module, _StandIn] = {}
     missing = object()
 
-    def call(name: str, value: _Value) -> _Value:
-        if not isinstance(value, _Value) or value.last:
+    def call(name: str, same: bool, value: Any) -> _Value:
+        if not isinstance(value, _Value) or value.__last__:
             raise TypeError("not a chain of submodules")
+        if same:
+            return value
         called.append(name)
-        return _Value(value.calls, value.sum, name) if value.sum else _Value((*value.calls, name))
+        if value.__how__:
+            return _Value(value.__calls__, value.__how__, name)
+        return _Value((*value.__calls__, name))
 
     def see(name: str) -> Any:
         of_class = getattr(cls, name, missing)
         if isinstance(of_class, FunctionType) and name not in block.__dict__:
-            if not _followed(of_class):
-                raise TypeError("a method that is not followed")
-            return partial(of_class, this)
+            return partial(_alone(of_class), this)
         part = getattr(block, name) if of_class is missing else missing
         if part is None:
             return None
         if not isinstance(part, nn.Module):
             raise TypeError("neither a method nor a submodule")
-        return _same if isinstance(part, nn.Identity) and is_plain(part, nn.Identity) else partial(call, name)
+        same = isinstance(part, nn.Identity) and is_plain(part, nn.Identity)
+        return parts.setdefault(part, _StandIn(partial(call, name, same)))
 
-    this = _Self(see)
+    this = _StandIn(see)
     try:
         value = see("forward")(_Value())
-    except (AttributeError, NameError, RecursionError, TypeError):
+    except Exception:  # whatever code raises that finds nothing of what it needs
         return None
-    whole = isinstance(value, _Value) and called == [*value.calls, *filter(None, [value.last])]
+    whole = isinstance(value, _Value) and called == [*value.__calls__, *filter(None, [value.__last__])]
     return value if whole else None
 
 
-def _same(value: Any) -> Any:
-    return value
+def _alone(function: FunctionType) -> FunctionType:
+    """The function without global names and built-in functions."""
+    if function.__defaults__ or not _is_simple(function.__code__):
+        raise TypeError("a method that is not followed")
+    return FunctionType(function.__code__, {"__builtins__": {}})
 
 
-_known: WeakKeyDictionary[FunctionType, tuple[CodeType, bool]] = WeakKeyDictionary()
-
-
-def _followed(function: FunctionType) -> bool:
-    """Whether a method does nothing but call attributes of self, add its tensors, and compare with None."""
-    code = function.__code__
-    known = _known.get(function)
-    if known is None or known[0] is not code:  # notebooks that reload put other code into the same function
-        known = _known[function] = code, _only_adds_and_calls(code)
-    return known[1] and not function.__defaults__
-
-
-def _only_adds_and_calls(code: CodeType) -> bool:
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
-        consts = compile(ast.Module([tree], []), "", "exec").co_consts
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return False
-    compiled = next((const for const in consts if isinstance(const, CodeType)), None)
+@lru_cache(256)
+def _is_simple(code: CodeType) -> bool:
+    """Whether code can do no more than use what it is given, and hides no error."""
     others = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    if not isinstance(tree, ast.FunctionDef) or compiled is None or others or code.co_varnames[:1] != ("self",):
-        return False
-    for part in ("co_code", "co_names", "co_varnames", "co_consts"):
-        if getattr(compiled, part) != getattr(code, part):
-            return False  # the file was changed since it was imported
-    return all(_allowed(node, code.co_varnames) for line in tree.body for node in ast.walk(line))
-
-
-def _allowed(node: ast.AST, tensors: tuple[str, ...]) -> bool:
-    match node:
-        case ast.Name(name, how):
-            return name in tensors and (name != "self" or isinstance(how, ast.Load))
-        case ast.Attribute(ast.Name("self"), name, ast.Load()):
-            return not name.startswith("__")
-        case ast.If(test) | ast.IfExp(test):
-            return isinstance(test, ast.Compare)
-        case ast.Compare(_, _, others):
-            return all(isinstance(other, ast.Constant) and other.value is None for other in others)
-    return isinstance(node, _ALLOWED) and not isinstance(node, ast.Attribute)
+    inside = code.co_freevars or any(isinstance(const, CodeType) for const in code.co_consts)
+    hidden = any(name.startswith("__") for name in code.co_names)
+    return not (others or inside or hidden) and not any(i.opname in _REFUSED for i in dis.get_instructions(code))
 
 
 def _only_reads(module: Any) -> bool:
@@ -194,7 +186,7 @@ def _only_reads(module: Any) -> bool:
     if is_plain(module, nn.Sequential):
         return len(module) > 0 and _only_reads(module[0])
     value = _traced(module, type(module)) if is_plain(module, type(module)) else None
-    return value is not None and bool(value.calls) and _only_reads(getattr(module, value.calls[0]))
+    return value is not None and bool(value.__calls__) and _only_reads(getattr(module, value.__calls__[0]))
 
 
 def is_plain(module: Any, *classes: type[Any]) -> bool:

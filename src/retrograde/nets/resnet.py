@@ -120,10 +120,6 @@ class Branch(nn.Module):
         return f if self.factor == 1 else self.factor * f
 
 
-class Velocity(Branch):
-    """v₀ = f(x₀) of a block of its own, which is learned [sander2021, Sec. 5.2]."""
-
-
 class RectifiedNet(MomentumNet):
     """A momentum network of blocks that compute relu(x + f(x)), whose steps ask the blocks for f and form the sum and the relu.
 
@@ -249,7 +245,7 @@ class ResNet(nn.Module):
         residual: "relu": He's blocks; "branch": the paper's (see above).
         gamma: None for the plain network, else γ of the momentum stages.
         options: of the momentum stages, see `MomentumStage`. velocity="learned" gives every stage a block more, whose f makes v₀
-            (`Velocity`); the others start as without.
+            [sander2021, Sec. 5.2]; the others start as without.
 
     >>> import torch
     >>> plain, momentum = resnet(18, size="cifar"), resnet(18, size="cifar", gamma=0.9)
@@ -292,7 +288,7 @@ class ResNet(nn.Module):
         for i, stage in enumerate(self.stages()):
             if isinstance(stage, MomentumStage) and stage.momentum is not None:
                 inner = width * 2**i
-                velocity = Velocity(block(inner * block.expansion, inner))
+                velocity = Branch(block(inner * block.expansion, inner))
                 _start(velocity)
                 self.add_module(f"velocity{i + 1}", velocity)
                 stage.momentum.velocity = velocity
@@ -343,24 +339,6 @@ def thin_resnet(depth: int, *, block: str | None = None, width: int = 16, classe
         )
     made = BasicBlock if kind == "basic" else Bottleneck
     return ResNet(made, (n,) * 3, width=width, stem="cifar", classes=classes, **settings)
-
-
-def momentum_resnet(name: str, gamma: Any = 0.9, **settings: Any) -> ResNet:
-    """A Momentum ResNet by name, with the state_dict of the plain network of that name.
-
-    Args:
-        name: "resnet101" (ImageNet), "cifar-resnet101", or "thin-resnet110".
-        gamma: γ; 0 is the plain network.
-        settings: `classes`, `residual`, and the options of `MomentumStage`.
-    """
-    kind, _, depth = name.rpartition("resnet")
-    if kind not in ("", "cifar-", "thin-") or not depth.isdigit():
-        raise ValueError(
-            f"no network is called {name!r}; names are 'resnet101', 'cifar-resnet101' (18, 34, 50, 101, 152) or 'thin-resnet110'."
-        )
-    if kind == "thin-":
-        return thin_resnet(int(depth), gamma=gamma, **settings)
-    return resnet(int(depth), size="cifar" if kind else "imagenet", gamma=gamma, **settings)
 
 
 def _start(module: nn.Module) -> None:

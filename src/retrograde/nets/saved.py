@@ -50,7 +50,7 @@ def compare(name: str, local_metadata: dict[str, Any], described: dict[str, Any]
     saved = local_metadata.get(KEY)
     if not isinstance(saved, dict):
         return False
-    other = [key for key in described if key != "stage" and saved.get(key) != described[key]]
+    other = [key for key in {**described, **saved} if key != "stage" and saved.get(key) != described.get(key)]
     if other:
         here, there = (", ".join(f"{key} = {_shown(of.get(key))}" for key in other) for of in (described, saved))
         warnings.warn(

@@ -130,6 +130,9 @@ class Coupling(State):
         self.x = fresh(x)
         self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.x.shape)
 
+    def anew(self, x0: Tensor, seen: PassRange) -> Coupling:
+        return Coupling(x0, self.recurrence, seen)
+
     def token_of(self, k: int) -> int:
         return 1 - k % 2
 

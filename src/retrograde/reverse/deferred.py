@@ -61,10 +61,10 @@ class Deferred:
         """
         if type(t) is not Tensor or t.is_meta:  # without values
             return
-        if t.device.type == "cpu" and self.event_on is None:
+        if not self.waits(t):
             judge(t, "this")
             return
-        kind = t.shape, t.dtype, t.device, getattr(judge, "func", judge), of
+        kind = self._kind(t, judge, of)
         if self.capturing(t):  # the host cannot look
             if kind not in self.rooms:
                 raise RuntimeError(FIRST_STEP)
@@ -72,9 +72,21 @@ class Deferred:
             self.captured[kind] = judge
             return
         self._fetch(t, judge)
-        if kind not in self.rooms:
+        self.prepare(t, judge, of)
+
+    def prepare(self, t: Tensor, judge: Judge, of: Any = None) -> None:
+        """Make room for what replays of a CUDA graph will have to tell of values like t."""
+        kind = self._kind(t, judge, of)
+        if kind not in self.rooms and not self.capturing(t):
             with torch.inference_mode(False):  # for passes of any kind
                 self.rooms[kind] = torch.zeros_like(t)
+
+    def waits(self, t: Tensor) -> bool:
+        """Whether the host has to wait for values on the device of t."""
+        return t.device.type != "cpu" or self.event_on is not None
+
+    def _kind(self, t: Tensor, judge: Judge, of: Any) -> Any:
+        return t.shape, t.dtype, t.device, getattr(judge, "func", judge), of
 
     def collect(self, x: Tensor) -> None:
         """At the start of a pass on x: judge what has been fetched."""

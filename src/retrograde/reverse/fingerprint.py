@@ -79,14 +79,14 @@ def _compiled(module: Any) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save."""
+    """Whether a may be a copy of b: running statistics, which a compiled block and instance norm save, perhaps in 16 bits."""
     return (
-        b.is_floating_point()
+        a.is_floating_point()
+        and b.is_floating_point()
         and a.dim() <= 1
         and b.dim() <= 1
         and b.numel() > 0
         and a.numel() % b.numel() == 0
-        and a.dtype == b.dtype
     )
 
 

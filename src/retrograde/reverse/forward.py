@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from .again import Again, Run, collective, left_behind
 from .checks import Checks
 from .cuda import SameThread
 from .deferred import Deferred
@@ -27,12 +28,14 @@ from .extra import Extra
 from .inputs import check_output
 from .kept import Kept
 from .nodes import Enter, Leave, Rejoin, Step, applied, observed
-from .parts import Memo
+from .parts import Memo, parts_of
 from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
 from .tape import Tape
 
+LAUNCH = "velocity"
+"""The name of the block that makes the initial velocity."""
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
 
@@ -58,7 +61,6 @@ class Pass:
         memo: Memo | None = None, deferred: Deferred | None = None,
         check: Callable[[Any, Tensor, str], Any] = check_output, look: Look | None = None,
     ) -> None:  # fmt: skip
-        self.state = state
         self.depth = depth
         self.reversed = reversed
         self.kept = kept
@@ -66,12 +68,18 @@ class Pass:
         self.memo = memo
         self.deferred = Deferred() if deferred is None else deferred
         self.look = look
-        self.k = 0
         self.check = check
         self.device = x0.device
         self.inference = torch.is_inference_mode_enabled()
         self.plain = isinstance(state, Residual)
         self.take = applied(Step)
+        self.ran_again = False
+        self.again = Again(x0) if not self.plain and state.range.looks_back else None
+        self._begin(state, x0)
+
+    def _begin(self, state: Any, x0: Tensor) -> None:
+        self.state = state
+        self.k = 0
         self.tokens: list[Tensor] = []
         self._record()
         if self.plain or not self.tracked:
@@ -98,9 +106,14 @@ class Pass:
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
+        if self.again is not None:
+            self._note_run(block, extra, LAUNCH, form)
+        self._launch(block, extra, form)
+
+    def _launch(self, block: Block, extra: Extra, form: str | None) -> None:
         if form is not None:
             self._note_form(-1, form)
-        y = self._output(block, extra, -1, "velocity")
+        y = self._output(block, extra, -1, LAUNCH)
         if self.tracked:
             *self.tokens, self.x = self.take(y, self.state, -1, *self.tokens)
         else:
@@ -108,6 +121,17 @@ class Pass:
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
+        if self.again is None:
+            return self._step(block, extra, name, form)
+        noted = self._note_run(block, extra, name or f"block {self.k}", form)
+        self._step(block, extra, name, form)
+        if noted is not None:
+            noted.handed_out(self.x)
+            if noted.wrote():
+                self.look_back(repeatable=False)
+        return self.x
+
+    def _step(self, block: Block, extra: Extra, name: str | None, form: str | None) -> Tensor:
         k = self.k
         if form is not None:
             self._note_form(k, form)
@@ -131,6 +155,42 @@ class Pass:
         if self.state is self.tape.state:
             self.tape.at = self.k
         return self.x
+
+    def _note_run(self, block: Block, extra: Extra, name: str, form: str | None) -> Run | None:
+        """Note what is about to be run, in order to run it again; or else look after every step from now on."""
+        assert self.again is not None
+        parts = parts_of(block, name, self.memo)
+        if collective(parts):
+            self.again = None  # other processes would wait: what the values were is told later
+        elif self.again.note(block, extra, name, form, self.x, parts):
+            return self.again.runs[-1]
+        else:
+            self.look_back()
+        return None
+
+    def look_back(self, repeatable: bool = True) -> None:
+        """Where there was no look at the range so far (`again`): look now, and from now on after every step.
+
+        If a value has left the range, the blocks are run again from x₀, in a range that widens.
+        """
+        if self.again is None:
+            return
+        again, self.again = self.again, None
+        state = self.tape.state
+        if state.range.look_back(self.k + 1):
+            return
+        if not repeatable:
+            state.range.refuse_rows(self.k + 1)
+            return
+        left_behind(state.gradient)
+        again.put_back()
+        self.ran_again = True
+        self._begin(state.anew(again.x0, state.range.restart(again.x0)), again.x0)
+        for run in again:
+            if run.name == LAUNCH:
+                self._launch(run.block, run.extra, run.form)
+            else:
+                run.renew(self._step(run.block, run.extra, run.name, run.form))
 
     def resume(self, x: Tensor, through: bool) -> None:
         """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""

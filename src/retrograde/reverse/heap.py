@@ -30,10 +30,10 @@ def give_back(x: Tensor) -> None:
     if _passed < LOOK_EVERY or x.device.type != "cpu":
         return
     _passed = 0
-    trim = _malloc_trim()
+    trim = malloc_trim()
     if trim is None:
         return
-    resident = _resident()
+    resident = resident()
     if resident <= _least + GROWTH + 16 * x.nbytes:
         _least = min(_least, resident)
         return
@@ -42,11 +42,11 @@ def give_back(x: Tensor) -> None:
 
 
 @cache
-def _malloc_trim() -> Any:
+def malloc_trim() -> Any:
     """glibc's; None where there is none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if _RESIDENT.exists() else None
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of this process that are in memory."""
     return int(_RESIDENT.read_bytes().split()[1]) * PAGESIZE

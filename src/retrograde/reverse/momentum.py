@@ -247,6 +247,9 @@ class Momentum(State):
         moved = self.v if v0 is None else self.v - v0
         return not moved.any() and (self.leftover is None or not self.leftover.any())
 
+    def anew(self, x0: Tensor, seen: PassRange) -> Momentum:
+        return type(self)(x0, self.recurrence, seen, reversible=self.reversible)
+
     def copy(self) -> Momentum:
         other: Momentum = super().copy()
         other.buffers = [None if b is None else b.clone() for b in self.buffers]

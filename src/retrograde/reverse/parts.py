@@ -49,6 +49,7 @@ class Parts:
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
         own = [(k, vars(m)) for k, m in enumerate(modules) if not type(m).__module__.startswith("torch.")]
         self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in CONTAINERS]) for k, of in own]
+        self.writes = False  # to a parameter or a buffer that is no running statistic: what has been seen (`again`)
         self.holds = any(names for _, names in self.noted)
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
@@ -103,6 +104,11 @@ class Parts:
         root = self.root()
         return self.inner if root is None else (root, *self.inner)
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the first parameter: `model.half()` changes it and no version, and the dtypes of all others with it."""
+        return self.parameters[0].dtype if self.parameters else None
+
     def unchanged(self) -> bool:
         """Whether all of it is still there, in the same mode."""
         now = self._contents()
@@ -127,7 +133,7 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     root = block if isinstance(block, nn.Module) else next(block.modules(), None) if hasattr(block, "modules") else None
     if known is not None and known.root() is root and known.unchanged():
         return known
-    parts = Parts(() if root is None else tuple(root.modules()))
+    parts = Parts(() if root is None else tuple(block.modules()))
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts

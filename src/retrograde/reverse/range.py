@@ -13,7 +13,7 @@ with a few bits to spare.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,18 +51,32 @@ class PassRange:
         x0: the input.
         fixed: the fixed point to begin with.
         rows: one for the start and one for each step.
-        known: whether earlier passes have shown that it is right. If not, there is a look after every step.
+        stepwise: whether to look after every step where that makes the host wait, on an accelerator: in a first pass, of which
+            nothing is known yet, and where it is asked for.
         given: whether it was asked for by the user; then it is not widened.
         overflow: "raise" where a value is not finite (or, if `given`, out of range), "nan": let the output be NaN.
+        waits: whether values are known only once the host has waited for them; None: as the device does.
+
+    Attributes:
+        looks: whether there is a look after every step.
+        looks_back: whether there is one look at all steps, where the pass ends (`again`).
+        restart: begins a range for the same pass once more, on x₀, with a look after every step.
     """
 
-    def __init__(self, x0: Tensor, fixed: FixedPoint, rows: int, *, known: bool, given: bool, overflow: str) -> None:
+    restart: Callable[[Tensor], PassRange]
+
+    def __init__(
+        self, x0: Tensor, fixed: FixedPoint, rows: int, *, stepwise: bool, given: bool, overflow: str, waits: bool | None = None,
+    ) -> None:  # fmt: skip
         self.dtype = x0.dtype
         self.given = given
         self.hold(fixed)
         self.raises = overflow == "raise"
         has_values = type(x0) in (Tensor, Parameter) and not x0.is_meta
-        self.looks = has_values and (x0.device.type == "cpu" or not (known or given or capturing(x0)))
+        self.waits = x0.device.type != "cpu" if waits is None else waits
+        can_wait = not (given or capturing(x0))
+        self.looks = has_values and (not self.waits or (stepwise and can_wait))
+        self.looks_back = has_values and can_wait and not self.looks
         # rows 16 bytes apart: aligned as kernels like it
         self.table = torch.zeros(rows, 4, dtype=fixed.work, device=x0.device)[:, :2]
         self.rows = self.table.unbind()
@@ -73,7 +87,7 @@ class PassRange:
 
     def again(self, x0: Tensor, fixed: FixedPoint) -> PassRange:
         """For another pass like this one, beginning with this fixed point."""
-        return PassRange(x0, fixed, len(self.rows), known=True, given=self.given, overflow="nan")
+        return PassRange(x0, fixed, len(self.rows), stepwise=False, given=self.given, overflow="nan", waits=self.waits)
 
     def hold(self, fixed: FixedPoint) -> None:
         """Use this fixed point from now on. `limits` are of |v| and |x|, as integers; x must fit its float, too."""
@@ -95,6 +109,19 @@ class PassRange:
             self.start = x
         return True
 
+    def look_back(self, rows: int) -> bool:
+        """Whether the values of the first rows were in range. From now on, there is a look after every step."""
+        self.looks = True
+        self.looks_back = False
+        limit_v, limit_x = self.limits
+        seen = self.table[:rows].tolist()
+        if not all(v <= limit_v and x <= limit_x for v, x in seen):
+            return False
+        self.v = max(v for v, _ in seen) * 2.0 ** -(self.fixed.bits + self.fixed.guard)
+        self.x = max(x for _, x in seen) * 2.0**-self.fixed.bits
+        self.start = seen[0][1]
+        return True
+
     def widened(self, x: float, v: float) -> FixedPoint:
         """A fixed point that holds |x| and |v| up to these, no finer than the one in use."""
         now = self.fixed
@@ -108,6 +135,12 @@ class PassRange:
         self.broken = True
         if self.raises:
             check_range([self.rows[row].tolist()], self.fixed, self.limits, row)
+
+    def refuse_rows(self, rows: int) -> None:
+        """`refuse`, because of one of the first rows."""
+        self.broken = True
+        if self.raises:
+            check_range(self.table[:rows].tolist(), self.fixed, self.limits)
 
     def or_nan(self, result: Tensor) -> Tensor:
         """The result; NaN where a value was out of range or not finite and nothing was raised."""
@@ -147,8 +180,14 @@ class Range:
             return self.setting
         return next(iter(self.found.values()), self.setting)
 
-    def begin(self, x0: Tensor, rows: int, *, training: bool, overflow: str, most_guard: int = MOST_GUARD) -> PassRange:
-        """The range of a pass on x0. Raises here what an earlier pass on an accelerator turns out to have met."""
+    def begin(
+        self, x0: Tensor, rows: int, *, training: bool, overflow: str, most_guard: int = MOST_GUARD, stepwise: bool = False,
+    ) -> PassRange:  # fmt: skip
+        """The range of a pass on x0. Raises here what an earlier pass on an accelerator turns out to have met.
+
+        Args:
+            stepwise: look after every step, also where that makes the host wait.
+        """
         if self.deferred.waiting or self.deferred.captured:
             self.deferred.collect(x0)
         if x0.is_meta and torch.is_grad_enabled():
@@ -164,19 +203,27 @@ class Range:
             known = fixed = replace(self.setting, dtype=dtype)
         else:
             known = self.found.get((dtype, True)) if training else self._known_in_evaluation(dtype)
-            fixed = self._for_input(x0, known, dtype, most_guard)
-        seen = PassRange(x0, fixed, rows, known=known is not None, given=given, overflow=overflow)
+            fixed = self._for_input(x0, known, dtype, most_guard, stepwise)
+        seen = PassRange(
+            x0, fixed, rows, stepwise=stepwise or known is None, given=given, overflow=overflow, waits=self.deferred.waits(x0)
+        )  # fmt: skip
+        again = partial(
+            self.begin, rows=rows, training=training, overflow=overflow, most_guard=most_guard, stepwise=True
+        )
+        seen.restart = again
         if seen.looks and fixed not in self.looked:
             self.looked.add(fixed)
             check_channels(x0, fixed, given)
         return seen
 
-    def _for_input(self, x0: Tensor, known: FixedPoint | None, dtype: torch.dtype, most_guard: int) -> FixedPoint:
+    def _for_input(
+        self, x0: Tensor, known: FixedPoint | None, dtype: torch.dtype, most_guard: int, stepwise: bool
+    ) -> FixedPoint:  # fmt: skip
         """What is known, if it holds x0. Else v is taken to be an eighth of x0, as in most networks."""
         peak = 0.0
         if not x0.is_meta and type(x0) in (Tensor, Parameter) and x0.numel():
-            if known is not None and x0.device.type != "cpu":
-                return known  # without waiting for the device
+            if known is not None and self.deferred.waits(x0) and not stepwise:
+                return known
             if x0.is_cuda and capturing(x0):
                 raise RuntimeError(FIRST_STEP)
             peak = float(x0.detach().abs().amax())
@@ -197,11 +244,14 @@ class Range:
         """Take note of the largest values of a finished pass."""
         if (seen.given and seen.looks) or seen.broken:
             return
+        outcome = (seen.fixed, seen.limits, seen.raises, seen.given)
+        judge = partial(self._judge, outcome, training, most_guard)
         if seen.looks:
             self._note(seen.fixed, seen.x, seen.v, seen.start, training, most_guard)
+            if seen.waits:
+                self.deferred.prepare(seen.table, judge)
         elif type(seen.table) is Tensor and not seen.table.is_meta:
-            outcome = (seen.fixed, seen.limits, seen.raises, seen.given)
-            self.deferred.tell(seen.table, partial(self._judge, outcome, training, most_guard))
+            self.deferred.tell(seen.table, judge)
 
     def _judge(self, outcome: Outcome, training: bool, most_guard: int, table: Tensor, when: str) -> None:
         """`learn` of a pass on an accelerator, once its values have arrived."""

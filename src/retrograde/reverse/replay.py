@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
@@ -81,11 +82,20 @@ class Call:
         self.versions = list(map(version, self.watched))
         self.generators, self.autocast = extra.around(x)
         self.requires_grad = x.requires_grad
+        self.dtype = self.parts.dtype
         self.places = shared(self.generators.places())
         self.recorded = torch.is_grad_enabled()
         before = x._version
-        with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
-            y = self.block(x, *extra.args, **extra.kwargs)
+        try:
+            with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
+                y = self.block(x, *extra.args, **extra.kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise ReplayError(
+                f"{self.name} calls torch.func.grad, vjp, jacrev or hessian, which PyTorch cannot run in a block that is run again in "
+                "backward. Use torch.autograd.grad(..., create_graph=True), or memory='store'."
+            ) from error
         self.writes = x._version != before
         self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
@@ -114,6 +124,11 @@ class Call:
             wanted: stop, without an output, at this number of them.
         """
         self._check_unchanged("a parameter, buffer or extra input of {} was changed after its forward pass")
+        if self.parts.dtype != self.dtype:
+            raise ReplayError(
+                f"the parameters of {self.name} were made {self.parts.dtype} after its forward pass, in which they were "
+                f"{self.dtype}. {_ADVICE}"
+            )
 
         def pack(t: Tensor) -> int:
             saved.append(t)
@@ -220,6 +235,8 @@ class Frame:
                 self.to_the_end = self.check.note(self.k, self.call, x, fresh, y)
             if look is not None:
                 look(fresh)
+            if self.ends_saved and isinstance(y.grad_fn, BackwardCFunction):
+                self.eager = True  # a Function of the user's own may write to what it saved
             if any(p._post_accumulate_grad_hooks for p in self.call.parts.parameters) and y.requires_grad:
                 self.eager = True  # the output may be a view of a parameter
                 y.register_hook(self.prepare)

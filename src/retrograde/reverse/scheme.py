@@ -257,6 +257,10 @@ class State:
         first = min(self.widenings, default=None)
         return self.range.again(x0, self.fixed if first is None else self.widenings[first].before)
 
+    def anew(self, x0: Tensor, seen: PassRange) -> Any:
+        """A state like this one at the start of its pass, in another range."""
+        return type(self)(x0, seen)
+
     def copy(self) -> Any:
         """A copy that can be moved alone."""
         other = copy.copy(self)

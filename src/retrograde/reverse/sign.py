@@ -70,12 +70,21 @@ class Signed(Momentum):
     gradient_type = SignedGradient
     gradient: SignedGradient
 
-    def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
+    def __init__(
+        self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool, signs: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(x0, recurrence, seen, reversible=reversible)
         self.forms = [0] * len(self.gradient.forms)  # what the kernels are given is f already
+        self.gradient.signs = self.drawn(x0) if signs is None else signs
+
+    def drawn(self, x0: Tensor) -> Tensor:
+        """A sign for each step and sample."""
         samples = (*x0.shape[:1], *[1] * (x0.dim() - 1))
-        drawn = x0.detach().new_empty((len(recurrence.gammas), *samples), dtype=torch.int8).random_(0, 2)
-        self.gradient.signs = drawn.mul_(2).sub_(1)
+        drawn = x0.detach().new_empty((len(self.recurrence.gammas), *samples), dtype=torch.int8).random_(0, 2)
+        return drawn.mul_(2).sub_(1)
+
+    def anew(self, x0: Tensor, seen: PassRange) -> Signed:
+        return Signed(x0, self.recurrence, seen, reversible=self.reversible, signs=self.gradient.signs)
 
     def take(self, k: int, y: Tensor) -> Tensor:
         f = self._scaled(k, y, forwards=True)

@@ -7,7 +7,7 @@ seek(k)          run blocks, either way, until the state is that of layer k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 

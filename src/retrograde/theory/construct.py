@@ -71,8 +71,7 @@ def represent(A: Matrix, eps: float, *, rtol: float = RTOL, max_residual: float 
 -0.613499, each size must occur an even number of times; αA is, for 0 < α < 0.306749
     """
     matrix, eps, rtol, restore = check(A, eps, rtol)
-    if (limit := check_real(max_residual, "max_residual")) <= 0:
-        raise ValueError(f"max_residual = {limit}: expected a number > 0, such as 1e-8")
+    limit = check_real(max_residual, "max_residual", "a number > 0, such as 1e-8", lambda limit: limit > 0)
     structure = structure_of(matrix, eps, rtol)
     if found := judge(structure, eps):
         alpha = largest_multiple(matrix, eps, rtol=rtol)

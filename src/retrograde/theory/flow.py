@@ -57,8 +57,7 @@ def linear_flow(theta: Matrix, eps: float, t: float = 1.0) -> tuple[Matrix, Matr
     """The matrices (Φ_x, Φ_v) with x(t) = Φ_x x₀ + Φ_v v₀, for t ≥ 0. For ε = 0, Φ_v = 0. Arguments as for `psi`."""
     matrix, restore = as_matrix(theta, "theta")
     eps = check_eps(eps, zero="the first-order model, Ψ_0 = exp")
-    if (t := check_real(t, "t")) < 0:
-        raise ValueError(f"t = {t}: expected t ≥ 0")
+    t = check_real(t, "t", "t ≥ 0", lambda t: t >= 0)
     # Triangular form keeps a large off-diagonal part out of the diagonal while squaring. Real blocks keep reality.
     upper, q = schur(matrix, output="real")
     on_x, on_v = evaluate(upper, eps, t)

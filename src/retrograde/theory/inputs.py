@@ -58,30 +58,21 @@ def as_vector(values: Matrix, name: str) -> Array:
     return array
 
 
-def check_real(value: float, name: str) -> float:
-    """`value` as a finite float."""
+def check_real(
+    value: float, name: str, expected: str = "", holds: Callable[[float], bool] = lambda value: True
+) -> float:
+    """`value` as a finite float for which `holds`, which `expected` says in words."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a real number")
     if not math.isfinite(value):
         raise ValueError(f"{name} = {value}: expected a finite number")
+    if not holds(value):
+        raise ValueError(f"{name} = {value}: expected {expected}")
     return float(value)
 
 
 def check_eps(eps: float, *, zero: str = "") -> float:
     """ε as a float > 0. `zero` says what ε = 0 means to the caller; without it ε = 0 is refused."""
-    eps = check_real(eps, "eps")
-    if eps == 0 and zero:
-        return 0.0
     low, high = EPS_RANGE
-    if not low <= eps <= high:
-        allowed = f"eps = 0 ({zero}) or " if zero else ""
-        raise ValueError(f"eps = {eps}: expected {allowed}{low:g} ≤ eps ≤ {high:g}; from γ it is eps = 1/(1 − γ)")
-    return eps
-
-
-def check_rtol(rtol: float) -> float:
-    """A relative tolerance in (0, 0.1)."""
-    rtol = check_real(rtol, "rtol")
-    if not 0 < rtol < 0.1:
-        raise ValueError(f"rtol = {rtol}: expected 0 < rtol < 0.1, a fraction of ‖A‖ (1e-10 unless told)")
-    return rtol
+    allowed = f"{f'eps = 0 ({zero}) or ' if zero else ''}{low:g} ≤ eps ≤ {high:g}; from γ it is eps = 1/(1 − γ)"
+    return check_real(eps, "eps", allowed, lambda eps: low <= eps <= high or bool(zero and eps == 0))

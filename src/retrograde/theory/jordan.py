@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.linalg import lapack, schur
 
 from .inputs import Array
@@ -177,20 +178,6 @@ def chains(nilpotent: Array, kernels: tuple[int, ...]) -> list[Array]:
 
 def _split_at_widest_gap(values: Array, group: list[int]) -> list[list[int]]:
     """The parts of a group that remain when the longest link of its minimum spanning tree, and any as long, is cut."""
-    points = values[group]
-    distance = np.abs(points[:, None] - points[None, :])
-    nearest, joined, links = distance[0].copy(), [0], []
-    owner = np.zeros(len(group), dtype=int)
-    while len(joined) < len(group):  # Prim
-        nearest[joined] = np.inf
-        new = int(nearest.argmin())
-        links.append((float(nearest[new]), int(owner[new]), new))
-        joined.append(new)
-        closer = distance[new] < nearest
-        owner[closer], nearest[closer] = new, distance[new][closer]
-    longest = max(length for length, _, _ in links)
-    part = np.arange(len(group))
-    for length, a, b in links:
-        if length < longest * (1 - 1e-6):
-            part[part == part[b]] = part[a]
-    return [[group[i] for i in np.flatnonzero(part == label)] for label in np.unique(part)]
+    links = linkage(np.column_stack([values[group].real, values[group].imag]), "single")
+    labels = fcluster(links, links[-1, 2] * (1 - 1e-6), "distance")
+    return [[group[i] for i in np.flatnonzero(labels == label)] for label in np.unique(labels)]

@@ -101,10 +101,7 @@ def _partner(a: Array, B: Matrix) -> Array:
 
 
 def _check_gamma(gamma: float) -> float:
-    gamma = check_real(gamma, "gamma")
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma = {gamma}: expected 0 ≤ gamma ≤ 1")
-    return gamma
+    return check_real(gamma, "gamma", "0 ≤ gamma ≤ 1", lambda gamma: 0 <= gamma <= 1)
 
 
 def first_order_flow(f: Field, x0: Matrix, times: Matrix) -> Array:
@@ -132,15 +129,17 @@ def frictionless_flow(f: Field, x0: Matrix, v0: Matrix, times: Matrix) -> Array:
 def first_order_gap(f: Field, x0: Matrix, v0: Matrix, eps: float, horizon: float = 1.0, points: int = 65) -> float:
     """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x* of the first-order model: → 0 like ε (Prop. 2)."""
     times = _grid(horizon, points)
-    gap = second_order_flow(f, x0, v0, eps, times) - first_order_flow(f, x0, times)
-    return float(np.abs(gap).max())
+    return _apart(second_order_flow(f, x0, v0, eps, times), first_order_flow(f, x0, times))
 
 
 def frictionless_gap(f: Field, x0: Matrix, v0: Matrix, eps: float, horizon: float = 1.0, points: int = 65) -> float:
     """max over [0, T] of ‖x_ε(t) − x*(t)‖∞, with x_ε of ẍ + ẋ/ε = f and x* of ẍ = f: → 0 like 1/ε."""
     times = _grid(horizon, points)
-    gap = damped_flow(f, x0, v0, eps, times) - frictionless_flow(f, x0, v0, times)
-    return float(np.abs(gap).max())
+    return _apart(damped_flow(f, x0, v0, eps, times), frictionless_flow(f, x0, v0, times))
+
+
+def _apart(a: Array, b: Array) -> float:
+    return float(np.abs(a - b).max())
 
 
 def _solve_pair(f: Field, x0: Matrix, v0: Matrix, times: Matrix, accelerate: Callable[[Array, Array], Array]) -> Array:
@@ -169,9 +168,8 @@ def _solve(field: Callable[[float, Array], Array], start: Array, times: Matrix) 
 
 
 def _grid(horizon: float, points: int) -> Array:
-    if (horizon := check_real(horizon, "horizon")) <= 0 or points < 2:
-        raise ValueError(f"horizon = {horizon}, points = {points}: expected horizon > 0 and points ≥ 2")
-    return np.linspace(0.0, horizon, points)
+    points = int(check_real(points, "points", "points ≥ 2", lambda points: points >= 2))
+    return np.linspace(0.0, check_real(horizon, "horizon", "horizon > 0", lambda horizon: horizon > 0), points)
 
 
 def embed_first_order(f: TimeField, eps: float) -> TimeField:
@@ -210,8 +208,7 @@ def obstruction(h: Callable[[float], float], points: Iterable[float]) -> float |
     λ ≤ −1 every x₀ > 0 is one.
     """
     for point in points:
-        if (x0 := check_real(point, "point")) <= 0:
-            raise ValueError(f"point = {x0}: expected x₀ > 0 (−x₀ is looked at with it)")
+        x0 = check_real(point, "point", "x₀ > 0 (−x₀ is looked at with it)", lambda x0: x0 > 0)
         if h(x0) <= -x0 and h(-x0) >= x0:
             return x0
     return None
@@ -240,6 +237,5 @@ def negative_pair(lam: float) -> torch.Tensor:
     Being in GL⁺ is not enough for a first-order model. At ε > 0 its multiples up to |λ_ε| / max(1, λ) can be
     represented.
     """
-    if (lam := check_real(lam, "lam")) <= 0 or lam == 1:
-        raise ValueError(f"lam = {lam}: expected lam > 0 and lam ≠ 1")
+    lam = check_real(lam, "lam", "lam > 0 and lam ≠ 1", lambda lam: lam > 0 and lam != 1)
     return torch.diag(torch.tensor([-1.0, -lam], dtype=torch.float64))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .inputs import Array, Matrix, Restore, as_matrix, check_eps, check_rtol
+from .inputs import Array, Matrix, Restore, as_matrix, check_eps, check_real
 from .jordan import Cluster, Structure, analyse
 from .scalar import lambda_min
 
@@ -87,7 +87,10 @@ def largest_multiple(A: Matrix, eps: float, *, rtol: float = RTOL) -> float:
 def check(A: Matrix, eps: float, rtol: float) -> tuple[Array, float, float, Restore]:
     """The arguments that the functions about representability share, and the way back to the kind of A."""
     matrix, restore = as_matrix(A, "A")
-    return matrix, check_eps(eps, zero="Culver's condition for the exponential"), check_rtol(rtol), restore
+    rtol = check_real(
+        rtol, "rtol", "0 < rtol < 0.1, a fraction of ‖A‖ (1e-10 unless told)", lambda rtol: 0 < rtol < 0.1
+    )
+    return matrix, check_eps(eps, zero="Culver's condition for the exponential"), rtol, restore
 
 
 def structure_of(matrix: Array, eps: float, rtol: float) -> Structure:

@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from .inputs import Matrix, as_array, check_eps
 
+TO_ROUNDING: dict[str, Any] = {"xtol": 1e-300, "rtol": 4 * np.finfo(float).eps, "maxiter": 2000}
 STEPS = 4  # arcs on a half circle, halved further where Newton does not converge at once
 
 
@@ -41,23 +43,14 @@ def G(alpha: Matrix, eps: float) -> Matrix:
 
 
 def minimiser(eps: float) -> float:
-    """α_ε > 0, where G_ε is smallest: the root in (π, 3π/2) of (α² + a) sin α = a α cos α, by safeguarded Newton."""
+    """α_ε > 0, where G_ε is smallest: the root in (π, 3π/2) of (α² + a) sin α = a α cos α."""
     a = 0.5 / check_eps(eps)
     big, one = (a, 1.0) if a < 1 else (1.0, 1 / a)  # a and 1, divided by max(a, 1)
-    low, high = math.pi, 1.5 * math.pi
-    alpha = 0.5 * (low + high)
-    for _ in range(100):
-        sin, cos = math.sin(alpha), math.cos(alpha)
-        value = big * alpha * cos - (one * alpha * alpha + big) * sin  # − at π, + at 3π/2
-        low, high = (alpha, high) if value < 0 else (low, alpha)
-        slope = -alpha * (2 * one + big) * sin - one * alpha * alpha * cos
-        step = alpha - value / slope if slope else low
-        if not low <= step <= high:
-            step = 0.5 * (low + high)
-        if abs(step - alpha) <= 2e-16 * alpha:
-            return step
-        alpha = step
-    return alpha
+
+    def slope(alpha: float) -> float:
+        return (one * alpha * alpha + big) * math.sin(alpha) - big * alpha * math.cos(alpha)
+
+    return float(brentq(slope, math.pi, 1.5 * math.pi, **TO_ROUNDING))
 
 
 def lambda_min(eps: float) -> float:
@@ -171,59 +164,13 @@ class Inverse:
         return best if best_error <= 1e-12 * size + 4 * noise else None
 
     def _real_root(self, value: float) -> float:
-        """The real θ ≥ θ_ε with Ψ_ε(θ) = value ≥ λ_ε, by safeguarded Newton in α or s, where Ψ_ε is simple."""
-        eps, a = self.eps, 0.5 / self.eps
-        if value <= self.edge:
+        """The real θ ≥ θ_ε with Ψ_ε(θ) = value ≥ λ_ε."""
+        if value <= max(self.edge, psi_scalar(self.at_edge, self.eps)[0].real):
             return self.at_edge
-        if value <= 0 or math.log(value) + a <= math.log1p(a):  # Ψ_ε(θ) e^a = cos α + a sin α / α, decreasing in α
-            target = value * math.exp(min(a, 700.0)) if value else 0.0
-
-            def below(alpha: float) -> tuple[float, float]:
-                if alpha < 1e-3:
-                    return 1 + a - target - alpha**2 * (0.5 + a / 6), -alpha * (1 + a / 3)
-                sin, cos = math.sin(alpha), math.cos(alpha)
-                return cos + a * sin / alpha - target, a * cos / alpha - (1 + a / alpha**2) * sin
-
-            alpha = _bracketed(below, minimiser(eps), 0.0)
-            return self._polish(-eps * alpha**2 - 0.25 / eps, value)
-        log_target = math.log(value) + a  # log(Ψ_ε(θ) e^a) = log(cosh s + a sinh s / s), increasing in s
-
-        def above(s: float) -> tuple[float, float]:
-            if s < 1e-3:
-                return math.log1p(a) - log_target + s**2 * (0.5 + a / 6) / (1 + a), s * (1 + a / 3) / (1 + a)
-            grown, shrunk = 0.5 * (1 + a / s), 0.5 * (1 - a / s) * math.exp(-2 * s)
-            slope = grown - shrunk - 0.5 * a / s**2 * -math.expm1(-2 * s)
-            return s + math.log(grown + shrunk) - log_target, slope / (grown + shrunk)
-
-        s = _bracketed(above, 0.0, math.log(2) + log_target)
-        return self._polish(eps * (s - a) * (s + a), value)
-
-    def _polish(self, theta: float, value: float) -> float:
-        """Newton on Ψ_ε itself, kept only while it helps: s ≈ a loses digits in θ = ε (s − a)(s + a)."""
-        here, slope = psi_scalar(theta, self.eps)
-        for _ in range(3):
-            following = theta - ((here - value) / slope).real if slope else theta
-            there, slope_there = psi_scalar(following, self.eps)
-            if following < self.at_edge or not abs(there - value) < abs(here - value):
-                break
-            theta, here, slope = following, there, slope_there
-        return theta
-
-
-def _bracketed(function: Callable[[float], tuple[float, float]], negative: float, positive: float) -> float:
-    """The zero of a function (value, slope) that is ≤ 0 at one end and ≥ 0 at the other: Newton, halving if it leaves."""
-    x = 0.5 * (negative + positive)
-    for _ in range(200):
-        value, slope = function(x)
-        if value < 0:
-            negative = x
-        else:
-            positive = x
-        low, high = min(negative, positive), max(negative, positive)
-        following = x - value / slope if slope else math.nan
-        if not low < following < high:
-            following = 0.5 * (low + high)
-        if abs(following - x) <= 4e-16 * abs(x) or high - low <= 4e-16 * high:
-            return following
-        x = following
-    return x
+        high = -0.25 / self.eps  # here Ψ_ε is (1 + a) e^{−a}; above, Ψ_ε(εL² + L) ≥ e^L / 2
+        if value > psi_scalar(high, self.eps)[0].real:
+            log = math.log(value) + 0.7
+            high = self.eps * log * log + log
+        theta = brentq(lambda t: psi_scalar(t, self.eps)[0].real - value, self.at_edge, high, **TO_ROUNDING)
+        polished = self._newton(complex(theta), complex(value))
+        return max(self.at_edge, theta if polished is None else polished.real)

@@ -1,0 +1,133 @@
+"""A pass on an accelerator that has left its range is run again, in one that widens.
+
+On a CPU there is a look at the range after every step, and where a value left it, that step is taken again in a wider
+one. On an accelerator every look makes the host wait, so there is one, where the pass ends. If a value has left the
+range by then, the blocks are run once more from x₀, with a look after every step.
+
+What the first run left behind is undone: random generators and running statistics go back to where they were before
+each block. The x's that were handed out between blocks get their new values. A gradient that comes back through the
+first run is refused (`left_behind`). A block that cannot be run twice without a trace (it is given a list or a
+key-value cache, or writes to a buffer) has a look after its step, and so have all after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import RangeOverflow
+from .extra import CONTAINERS, Extra
+from .parts import Parts, version
+
+LEFT_BEHIND = (
+    "a gradient was asked of an x between two blocks, in a pass that left its range and was run again: the x belongs to the "
+    "first run. Run this step again; the range is wide enough now."
+)
+
+
+class Run:
+    """One block's first run in a pass, and how things stood before it."""
+
+    def __init__(self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts) -> None:
+        self.block = block
+        self.extra = extra
+        self.name = name
+        self.form = form
+        self.parts = parts
+        self.generators, _ = extra.around(x)
+        self.places = self.generators.places()
+        statistics = [b for own, _ in parts.statistics for b in own.values() if b is not None]
+        self.statistics = [(group, torch._foreach_mul(group, 1)) for group in _by_dtype(statistics)]
+        self.versions = list(map(version, parts.watched))
+        self.x: Callable[[], Tensor | None] = lambda: None  # what was handed out after its step
+
+    def handed_out(self, x: Tensor) -> None:
+        """Note the x after the step."""
+        self.x = weakref.ref(x)
+
+    def wrote(self) -> bool:
+        """Whether the block has written to a parameter or to a buffer that is no running statistic."""
+        self.parts.writes = list(map(version, self.parts.watched)) != self.versions
+        return self.parts.writes
+
+    def put_statistics_back(self) -> None:
+        """Give running statistics the values that they had before the block ran."""
+        with torch.no_grad():
+            for now, before in self.statistics:
+                torch._foreach_copy_(now, before)
+
+    def renew(self, x: Tensor) -> None:
+        """Give the x that was handed out its new values, if anybody still has it."""
+        old = self.x()
+        if old is not None:
+            old.data.copy_(x.detach())
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
+
+
+class Again:
+    """The runs of a pass so far, which begins with x₀."""
+
+    def __init__(self, x0: Tensor) -> None:
+        self.x0 = x0
+        self.runs: list[Run] = []
+
+    def note(self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts) -> bool:
+        """Note what is to be run on x; False if it cannot be run twice."""
+        if extra.contains or parts.holds or parts.writes or any(map(_moves, (*extra.args, *extra.kwargs.values()))):
+            return False
+        self.runs.append(Run(block, extra, name, form, x, parts))
+        return True
+
+    def put_back(self) -> None:
+        """Let running statistics stand as they did at the start. Random generators are put where they were block by block."""
+        for run in reversed(self.runs):  # the first of those of one block is the last to be put back
+            run.put_statistics_back()
+
+    def __iter__(self) -> Iterator[Run]:
+        """The runs in their order, each after its generators were put where they were; after the last one, where they are now."""
+        if not self.runs:
+            return
+        generators = self.runs[-1].generators
+        now = generators.places()
+        try:
+            for run in self.runs:
+                run.generators.put(run.places)
+                yield run
+        finally:
+            generators.put(now)
+
+
+def _moves(value: Any) -> bool:
+    """Whether a block may change an extra input: a container, a key-value cache, an object of the user's own."""
+    kind = type(value)
+    if kind in CONTAINERS:
+        return True
+    return hasattr(value, "__dict__") and not callable(value) and not kind.__module__.startswith("torch.")
+
+
+def collective(parts: Parts) -> bool:
+    """Whether running a block takes part in a collective, which one process must not do alone."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    sharded = any(type(p).__name__ == "DTensor" or hasattr(p, "_spec") for p in parts.parameters)
+    kinds = {cls.__name__ for m in parts.modules for cls in type(m).__mro__}
+    return sharded or bool(kinds & {"FSDPModule", "FullyShardedDataParallel", "SyncBatchNorm"})
+
+
+def left_behind(gradient: Any) -> None:
+    """Refuse gradients that come back through the first run."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise RangeOverflow(LEFT_BEHIND)
+
+    gradient.vjp = gradient.enter = gradient.leave = refuse
