@@ -126,12 +126,8 @@ def figure(config: Config, records: list[Record]) -> Any:
     for gamma in config.narrow:
         if found := of(records, gamma, 16):
             _point(axis, mean(r["peak"] for r in found), [r["accuracy"] for r in found], "revnet")
-            axis.annotate(
-                f" {gamma:g}, 16 bits",
-                (mean(r["peak"] for r in found) / 1e6, mean(r["accuracy"] for r in found)),
-                fontsize=9,
-                va="top",
-            )
+            place = mean(r["peak"] for r in found) / 1e6, mean(r["accuracy"] for r in found)
+            axis.annotate(f"{gamma:g}, 16 bits ", place, ha="right", va="center", fontsize=9)
     axis.set(xlabel="peak memory of a training step, MB", ylabel="test accuracy, %", xscale="log")
     axis.set_title(
         f"{config.model}, {config.data}; numbers: γ. Buffers grow by whole bytes, so memory hardly depends on γ",

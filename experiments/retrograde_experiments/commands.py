@@ -13,12 +13,19 @@ import typer
 
 
 def train(app: typer.Typer) -> None:
-    """Register `retrograde train`, which hands its options to the trainer, whose settings they are."""
+    """Register `retrograde train`, which hands its options to the trainer, whose settings they are, and `retrograde compare`."""
 
     @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def train(context: typer.Context) -> None:
         """Train a residual network on images, plain or with momentum; the same command goes on with an interrupted run."""
         from .train.run import main
+
+        main(context.args)
+
+    @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def compare(context: typer.Context) -> None:
+        """Compare runs of `retrograde train` over the same seeds, by paired tests."""
+        from .train.compare import main
 
         main(context.args)
 
@@ -48,8 +55,10 @@ def report(app: typer.Typer) -> None:
     def report(
         out: Annotated[Path, typer.Option(help="the page; a Markdown one of the same name is written beside it")] = Path("report.html"),
         results: Annotated[Path | None, typer.Option(help="folder of runs  [default: out/results/*, the repository's]")] = None,
+        page: Annotated[Path | None, typer.Option(help="fill in the markers of this page instead, as in docs/reproduce.md")] = None,
+        draw: Annotated[bool, typer.Option("--draw", help="draw every figure anew first")] = False,
     ) -> None:  # fmt: skip
-        """Write one page with every experiment: the paper's number, ours, setting, figure, command, date and hardware."""
+        """Write one page with every experiment: verdict, the paper's number, ours, setting, figure, command, date and hardware."""
         from .reproduce import write_report
 
-        write_report(out, results)
+        write_report(out, results, page, draw)

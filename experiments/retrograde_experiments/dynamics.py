@@ -148,7 +148,14 @@ def figure(config: Config, records: list[Record]) -> Any:
         title="at the end, every seed", xlabel="least slope of x ↦ x + f(x)", ylabel="mean squared error", yscale="log"
     )
     slopes.annotate(
-        "short steps:\norder is kept", (0.97, 0.05), xycoords="axes fraction", ha="right", fontsize=8.5, color="#374151"
+        "order kept",
+        (0.5, 0.5),
+        xycoords=("data", "axes fraction"),
+        ha="center",
+        va="center",
+        rotation=90,
+        fontsize=9,
+        color="#374151",
     )
     words.axis("off")
     handles = {

@@ -3,7 +3,8 @@
     v ← γ·v + (1 − γ)·f(x)        x ← x + v        in floats: a γ that is learned breaks the exact multiplication
 
 γ = 1/(1 + e^{−a}), a learned with the other parameters, one for each stage (a does not decay). For a seed both start from the same
-weights and see the same batches. The default preset is a thin network on the digits of scikit-learn; the paper's is its CIFAR-10 setting.
+weights and see the same batches. The default preset is a thin network on
+the digits of scikit-learn; the paper's is its CIFAR-10 setting.
 """
 
 from __future__ import annotations

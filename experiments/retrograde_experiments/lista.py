@@ -217,11 +217,11 @@ def figure(config: Config, records: list[Record]) -> Any:
                 for d in config.depths
                 if (net, d) in found
             }
-            gone += [d for d, values in above.items() if inf in values]
+            gone += [(d, values.count(inf)) for d, values in above.items() if inf in values]
             _band(axis, net, {d: values for d, values in above.items() if inf not in values})
-        for depth in gone:
-            axis.annotate("RevNet\ndiverges", (depth, 1), xycoords=("data", "axes fraction"), color=COLOURS["revnet"],
-                          fontsize=8, ha="right", va="top")  # fmt: skip
+        for depth, count in gone:
+            axis.annotate(f"RevNet diverges\nfor {count} of {config.repeats}", (depth, 1), xycoords=("data", "axes fraction"),
+                          color=COLOURS["revnet"], fontsize=7.5, ha="right", va="top")  # fmt: skip
         axis.set(xlabel="depth L", yscale="log", title=title, xticks=config.depths)
         axis.grid(alpha=0.25, which="major")
     axes[0].set_ylabel("test cost above the least")

@@ -17,7 +17,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 
+from .config import Settings
 from .findings import Finding
 from .metrics import Key, Record
 from .private import human
 from .run import Context
-from .style import COLOURS, NAMES, canvas
+from .style import COLOURS, MARKERS, NAMES, PAPER, canvas
 from .train import build
 
 WAYS = ("resnet", "checkpoint", "momentum")
@@ -38,21 +39,15 @@ SHAPES = {"imagenet": ("imagenet", 224, 1000), "cifar": ("cifar", 32, 10)}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
+    decisive: ClassVar[tuple[str, ...]] = ("nets", "gamma", "budget_gb", "cap")
+
     nets: tuple[str, ...] = ("resnet152 imagenet", "thin-resnet1202 cifar")
     gamma: float = 0.9
     start: int = 8
     cap: int = 65536  # batches are not tried beyond
-    budget_gb: float | None = None  # None: what the device has
+    budget_gb: float | None = 16.0  # the memory of the paper's GPUs; None: what the device has
     channels_last: bool = True
-
-    @classmethod
-    def paper(cls) -> Config:
-        return cls()
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def smoke(cls) -> Config:
@@ -62,7 +57,7 @@ class Config:
         room = "the device's memory" if self.budget_gb is None else f"{self.budget_gb:g} GB"
         return (
             f"{' and '.join(self.nets)}, γ = {self.gamma:g}, float32, batch from {self.start} until {room} is full (at most "
-            f"{self.cap:,}); one training step on noise: memory does not depend on the images. The paper used one epoch on 16 GB GPUs."
+            f"{self.cap:,}); one training step on noise: memory does not depend on the images. The paper: one epoch, on 16 GB GPUs."
         )
 
 
@@ -219,12 +214,16 @@ def figure(config: Config, records: list[Record]) -> Any:
             axis.plot(
                 record["batches"],
                 [p / 1e9 for p in record["peaks"]],
-                "o-",
+                MARKERS[way] + "-",
                 color=COLOURS[way],
                 label=label,
                 markersize=4,
             )
         axis.set(xlabel="batch", ylabel="memory of a training step, GB", xscale="log", yscale="log", title=net)
+        if config.budget_gb is not None:
+            axis.axhline(config.budget_gb, **PAPER)
+            axis.annotate(f"{config.budget_gb:g} GB", (0.98, config.budget_gb), (0, 3), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
         axis.set_ylim(top=6 * axis.get_ylim()[1])  # room for the legend
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("")

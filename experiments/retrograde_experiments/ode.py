@@ -244,6 +244,10 @@ def _at(records: list[Record], channels: int, order: str) -> list[float]:
     return next((r["accuracy"] for r in records if (r["channels"], r["order"]) == (channels, order)), [])
 
 
+def _channels(count: int) -> str:
+    return f"{count} channel{'s' * (count != 1)}"
+
+
 def figure(config: Config, records: list[Record]) -> Any:
     """Left: accuracies, every seed and the mean; right: second order less first, pair by pair, with the interval of 95 % confidence."""
     picture, (left, right) = canvas(9.4, 4, 1, 2, width_ratios=(1.5, 1))
@@ -284,16 +288,19 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
     found = []
     for place, c in enumerate(sorted(config.channels)):
         accuracy = {order: _at(records, c, order) for order in ORDERS if _at(records, c, order)}
-        found += [Finding(f"accuracy, {c} channels, {ORDERS[o]}", spread(v, ".2f", " %")) for o, v in accuracy.items()]
+        found += [
+            Finding(f"accuracy, {_channels(c)}, {ORDERS[o]}", spread(v, ".2f", " %")) for o, v in accuracy.items()
+        ]
         if {"first", "second"} <= accuracy.keys():
             least = 0.0 if place < 2 else -inf  # asked of the smallest
             found.append(
-                compared(f"second order less first, {c} channels", accuracy["second"], accuracy["first"], least=least)
+                compared(f"second order less first, {_channels(c)}", accuracy["second"], accuracy["first"], least=least)
             )
             took = {r["order"]: r.run.get("seconds", 0) / config.epochs for r in records if r["channels"] == c}
             found.append(
                 Finding(
-                    f"seconds per epoch, {c} channels, first | second", f"{took['first']:.1f} | {took['second']:.1f}"
+                    f"seconds per epoch as run, {_channels(c)}, first | second",
+                    f"{took['first']:.1f} | {took['second']:.1f}",
                 )
             )
     return found

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde import FixedPoint
+from retrograde.convert.convert import stages_of
 from retrograde.memory import Peak, Times, human, interleave, peak_memory
 from retrograde.reverse.range import Range, holders
 
 __all__ = [
-    "Kept", "Peak", "Times", "captured_by", "collect", "evaluation_ranges", "every_range", "human",
+    "Kept", "Peak", "Times", "captured_by", "collect", "converted", "evaluation_ranges", "every_range", "human",
     "interleave", "momentum_options", "peak_memory", "put_back", "set_gamma", "stacks", "training_ranges", "written",
 ]  # fmt: skip
 
@@ -35,9 +36,20 @@ def stacks(net: nn.Module) -> list[Any]:
     return [part for _, part in holders(net)]
 
 
+def converted(net: nn.Module) -> bool:
+    """Whether `rg.convert` has been there."""
+    return bool(stages_of(net))
+
+
+def _holders(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Stacks, and the stages of a converted model, which are no modules of it; by name."""
+    yield from holders(net)
+    yield from ((f"stage {k}", stage) for k, stage in enumerate(stages_of(net)))
+
+
 def training_ranges(net: nn.Module) -> Iterator[tuple[str, Range]]:
-    """The range of each stack."""
-    for name, part in holders(net):
+    """The range of each stack and converted stage."""
+    for name, part in _holders(net):
         yield name, part.range
 
 
@@ -89,7 +101,7 @@ def collect(net: nn.Module, x: Tensor) -> None:
 
 def captured_by(net: nn.Module) -> list[Any]:
     """What a CUDA graph of this network's step was captured with: it must be captured anew when any of it changes."""
-    return [net.training, *((getattr(part, "recurrence", None), dict(part.range.found)) for _, part in holders(net))]
+    return [net.training, *((getattr(part, "recurrence", None), dict(part.range.found)) for _, part in _holders(net))]
 
 
 def set_gamma(net: nn.Module, gamma: float) -> None:

@@ -1,206 +1,119 @@
 """The report: every experiment with the paper's numbers beside ours, as one HTML page that needs nothing else, and as Markdown.
 
-The paper's column comes from `paper.toml`, ours from metrics files alone. What was not run says so.
+It leads with a verdict for each row in one of four words (`rows`). The paper's column comes from `paper.toml`, ours from metrics alone.
+`fill` writes the same sections between markers of `docs/reproduce.md`, so that no number of that page is typed.
 """
 
 from __future__ import annotations
 
 import base64
 import datetime
-from dataclasses import dataclass
+import os
+from collections import Counter
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from .config import from_json
-from .errors import ExperimentError
-from .findings import Finding
-from .metrics import CONFIG, Record, read_config, read_metrics, write_atomic, writing
-from .registry import MODULES, load
-from .run import FIGURE, complete, missing
+from .markup import as_html, between, grid
+from .metrics import write_atomic, writing
+from .rows import NOT_RUN, VERDICTS, Row, rows
 
-NOT_RUN = "not run"
 FEW = 4  # missing units are named up to so many
-MARKS = {True: "met", False: "not met", None: ""}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One experiment: what the paper says, and what a run of ours found, if there is one."""
-
-    name: str
-    paper: dict[str, Any]
-    command: str
-    numbers: tuple[tuple[str, str, Finding | None], ...]  # name, the paper's, ours
-    setting: str = ""
-    preset: str = ""
-    when: str = ""
-    where: str = ""
-    took: str = ""
-    done: int = 0
-    total: int = 0
-    missing: tuple[str, ...] = ()
-    figure: Path | None = None
-
-    @property
-    def ran(self) -> bool:
-        return self.done > 0
-
-    @property
-    def status(self) -> str:
-        if not self.ran:
-            return NOT_RUN
-        if self.done < self.total:
-            return f"{self.done} of {self.total} units run"
-        asked = [found.met for *_, found in self.numbers if found is not None and found.met is not None]
-        if not asked:
-            return "run"
-        return f"{sum(asked)} of {len(asked)} targets met"
-
-
-def paper() -> dict[str, dict[str, Any]]:
-    """`paper.toml`, by experiment."""
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef,import-not-found]
-    return tomllib.loads(files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
-
-
-def found_results() -> list[Path]:
-    """Where runs are: those that `retrograde reproduce` wrote below this folder, then those kept in the repository."""
-    own = [Path("out") / "results" / preset for preset in ("paper", "default", "smoke")]
-    return [*filter(Path.is_dir, own), default_results()]
-
-
-def default_results() -> Path:
-    """The runs kept in the repository, beside this package."""
-    return Path(__file__).parents[1] / "results"
-
-
-def rows(*results: Path) -> list[Row]:
-    """All experiments, in the paper's order. A run of NAME is the folder NAME in the first of `results` that has it."""
-    for folder in results:
-        if not folder.is_dir():
-            raise ExperimentError(
-                f"there is no folder {folder}. Give the folder that holds a folder of each run: --results DIR."
-            )
-    said = paper()
-    ran = {name: [folder / name for folder in results if (folder / name / CONFIG).exists()] for name in MODULES}
-    return [_row(name, said[name], (ran[name] or [results[0] / name])[0]) for name in MODULES]
-
-
-def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
-    told: dict[str, str] = said.get("numbers", {})
-    command = f"retrograde reproduce {name} --preset paper"
-    absent = Row(name, said, command, tuple((what, number, None) for what, number in told.items()))
-    if not (folder / CONFIG).exists():
-        return absent
-    stored, records = read_config(folder), read_metrics(folder)
-    if stored["experiment"] != name:
-        raise ExperimentError(
-            f"{folder} holds a run of {stored['experiment']!r}. Name the folder after its experiment."
-        )
-    if not records:
-        return absent
-    experiment = load(name)
-    config = from_json(experiment.Config, stored["config"])
-    found = experiment.findings(config, records)
-    reported = {each.what for each in found}
-    numbers: list[tuple[str, str, Finding | None]] = [(each.what, told.get(each.what, ""), each) for each in found]
-    numbers += [(what, number, None) for what, number in told.items() if what not in reported]
-    done, total = complete(experiment, config, records)
-    figure = folder / FIGURE
-    return Row(
-        name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
-        _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)), done, total,
-        missing(experiment, config, records),
-        figure if figure.is_file() and not figure.is_symlink() else None,  # a link may lead to anything of the reader's
-    )  # fmt: skip
-
-
-def _dates(records: list[Record]) -> str:
-    days = sorted({str(r.run.get("date", "")) for r in records} - {""})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else ""
-
-
-def _hardware(records: list[Record]) -> str:
-    kinds = dict.fromkeys(
-        f"{r.run.get('hardware', '')}, PyTorch {str(r.run.get('torch', '')).split('+')[0]}" for r in records
-    )
-    return "; ".join(kinds)
-
-
-def _time(seconds: float) -> str:
-    """
-    >>> _time(42), _time(600), _time(9000)
-    ('42 s', '10 min', '2.5 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+MARKS = {True: "met", False: "missed", None: "undecided"}
 
 
 def write(out: Path, *results: Path) -> tuple[Path, Path]:
     """Write the page to `out` and the Markdown beside it. Figures of the Markdown are referred to where they are."""
-    table = rows(*results)
-    text = out.with_suffix(".md")
+    table, text = rows(*results), out.with_suffix(".md")
+    pretrained = _pretrained(results[-1])
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, html(table).encode())
-        write_atomic(text, markdown(table, text.parent).encode())
+        write_atomic(out, html(table, pretrained).encode())
+        write_atomic(text, markdown(table, text.parent, pretrained).encode())
     return out, text
 
 
-def _lead(table: list[Row]) -> str:
-    run = sum(row.ran for row in table)
-    return (
-        f"{run} of {len(table)} experiments run. The paper's column is what it states; ours is computed from the metrics "
-        f"files. Page made {datetime.date.today().isoformat()}."
-    )
+def fill(page: Path, results: Path) -> None:
+    """Write the verdicts and every section between the markers of a page."""
+    text, table = page.read_text(encoding="utf-8"), rows(results)
+    text = between(text, "verdicts", f"{counted(table)}\n\n{_verdicts(table, '')}", page)
+    for row in (each for one in table for each in (one, *one.beside)):
+        text = between(text, row.name, "\n".join(_body(row, page.parent)).strip("\n"), page)
+    with writing(page):
+        write_atomic(page, text.encode())
+
+
+def counted(table: list[Row]) -> str:
+    """The verdicts, counted."""
+    count = Counter(row.verdict for row in table)
+    return "Of {} rows: {}.".format(len(table), ", ".join(f"{count[word]} {word}" for word in VERDICTS))
+
+
+def _pretrained(results: Path) -> dict[str, str]:
+    """The sections about pretrained networks, in Markdown, by name."""
+    from .pretrained.report import sections
+
+    return sections(results / "pretrained")
 
 
 # Markdown
 
 
-def markdown(table: list[Row], base: Path) -> str:
+def markdown(table: list[Row], base: Path, pretrained: dict[str, str]) -> str:
     """The report as Markdown, with figures relative to the folder `base`."""
-    lines = ["# The paper, reproduced", "", _lead(table), "", "| experiment | in the paper | state |", "|---|---|---|"]
-    lines += [f"| [{row.name}](#{row.name}) | {row.paper['where']} | {row.status} |" for row in table]
-    for row in table:
-        lines += [
-            "",
-            f"## {row.name}",
-            "",
-            f"{row.paper['title']} ({row.paper['where']}). In the paper: {row.paper['shows']}",
-            "",
-        ]
-        if row.numbers or row.ran:
-            lines += ["| | paper | ours | should be | |", "|---|---|---|---|---|"]
-            lines += ["| " + " | ".join(_cell(c) for c in cells) + " |" for cells in _cells(row)]
-            lines.append("")
-        lines += [f"- {label}: {_inert(value) if label == 'run' else value}" for label, value in _facts(row)]
-        lines.append(f"- command: `{' '.join(row.command.replace('`', '').split())}`")
-        if row.figure is not None:
-            lines += ["", f"![{row.paper['title']}]({_relative(row.figure, base)})"]
-    return "\n".join(lines) + "\n"
+    lines = ["# The paper, reproduced", "", counted(table), "", _made(), "", _verdicts(table, "#")]
+    for row in (each for one in table for each in (one, *one.beside)):
+        title = f"{row.paper['title']} ({row.paper['where']})"
+        lines += ["", f"## {row.name}", "", f"{title}. In the paper: {row.paper['shows']}", "", *_body(row, base)]
+    lines += ["", "## pretrained", ""]
+    for name, text in pretrained.items():
+        lines += [f"### {name}", "", text, ""]
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _made() -> str:
+    today = datetime.date.today().isoformat()
+    return f"The paper's column is what it states; ours is computed from the metrics files. Page made {today}."
 
 
-def _relative(path: Path, base: Path) -> str:
-    import os
+def _verdicts(table: list[Row], link: str) -> str:
+    head = ["in the paper", "experiment", "verdict", "evidence", "seeds", "command"]
+    return grid(head, [_verdict_cells(row, f"[{row.name}](#{row.name})" if link else row.name) for row in table])
 
-    return Path(os.path.relpath(path.resolve(), base.resolve())).as_posix()
+
+def _verdict_cells(row: Row, name: str) -> list[str]:
+    seeds = str(row.seeds) if row.ran else ""
+    return [row.paper["where"], name, row.verdict, row.evidence, seeds, _code(row.command)]
+
+
+def _body(row: Row, base: Path) -> list[str]:
+    lines = [
+        f"Verdict: {row.verdict}." + (f" {row.evidence[:1].upper()}{row.evidence[1:]}." if row.evidence else ""),
+        "",
+    ]
+    if row.numbers:
+        lines += [grid(["", "paper", "ours", "should be", ""], [list(cells) for cells in _cells(row)]), ""]
+    lines += [f"- {label}: {_inert(value) if label == 'run' else value}" for label, value in _facts(row)]
+    lines.append(f"- command: {_code(row.command)}")
+    if row.figure is not None:
+        place = Path(os.path.relpath(row.figure.resolve(), base.resolve())).as_posix()
+        lines += ["", f"![{row.paper['title']}]({place})"]
+    return lines
+
+
+def _code(command: str) -> str:
+    return f"`{' '.join(command.replace('`', '').split())}`"
+
+
+def _inert(text: str) -> str:
+    """What a file says, without meaning to Markdown: no tags, links or lines of its own."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("[", "\\[").split())
 
 
 def _cells(row: Row) -> list[tuple[str, str, str, str, str]]:
-    missing = NOT_RUN if not row.ran else "not measured"
+    absent = NOT_RUN if not row.ran else "not measured"
     return [
-        (what, said or "–", missing if found is None else found.ours, found.target if found else "", MARKS[found.met] if found else "")
+        (what, said or "–", absent if found is None else found.ours, found.target if found else "",
+         MARKS[found.met] if found and found.target else "")
         for what, said, found in row.numbers
     ]  # fmt: skip
 
@@ -211,29 +124,23 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         return [*facts, ("ours", NOT_RUN)]
     if row.done < row.total:
         few = f" (missing: {'; '.join(row.missing)})" if len(row.missing) <= FEW else ""
-        facts.append(("state", row.status + few))
+        facts.append(("state", f"{row.done} of {row.total} units run{few}"))
     facts.append(("our setting", row.setting + (f" (preset {row.preset})" if row.preset else "")))
     if "differs" in row.paper:
-        facts.append(("what differs", row.paper["differs"]))
-    return [*facts, ("run", f"{row.when}, {row.where}, {row.took}")]
-
-
-def _inert(text: str) -> str:
-    """What a file says, without meaning to Markdown: no tags, links or lines of its own."""
-    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("[", "\\[").split())
+        facts.append(("what is ours", row.paper["differs"]))
+    commit = f", commit {row.commit}" if row.commit else ""
+    return [*facts, ("run", f"{row.when}, {row.where}, {row.took}{commit}")]
 
 
 # HTML
 
 
-def html(table: list[Row]) -> str:
+def html(table: list[Row], pretrained: dict[str, str]) -> str:
     """The report as one page, figures and style inside."""
-    links = "".join(
-        f'<li><a href="#{row.name}"><span>{escape(row.name)}</span> '
-        f'<span class="badge {_class(row)}">{escape(row.status)}</span></a></li>'
-        for row in table
-    )
-    sections = "".join(_section(row) for row in table)
+    sections = "".join(_section(row) for one in table for row in (one, *one.beside))
+    rest = "".join(f"<h3>{escape(name)}</h3>{as_html(text)}" for name, text in pretrained.items())
+    counts = Counter(row.verdict for row in table)
+    chips = "".join(f'<li class="badge {_class(word)}"><b>{counts[word]}</b> {word}</li>' for word in VERDICTS)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -247,36 +154,63 @@ def html(table: list[Row]) -> str:
 <header>
 <p class="kicker">Retrograde</p>
 <h1>The paper, reproduced</h1>
-<p class="lead">Sander, Ablin, Blondel, Peyré: <i>Momentum Residual Neural Networks</i>, ICML 2021. {escape(_lead(table))}</p>
-<nav><ul>{links}</ul></nav>
+<p class="lead">Sander, Ablin, Blondel, Peyré: <i>Momentum Residual Neural Networks</i>, ICML 2021. {escape(_made())}</p>
+<ul class="counts">{chips}</ul>
+{_lead_table(table)}
 </header>
-<main>{sections}</main>
+<main>{sections}<section id="pretrained">
+<h2>Pretrained networks</h2>
+<p class="where">converted with the same weights; the paper's own transfer, on ImageNet, is the row of Figure 8</p>
+{rest}</section></main>
 </body>
 </html>
 """
 
 
-def _class(row: Row) -> str:
-    if not row.ran:
-        return "none"
-    asked = [found.met for *_, found in row.numbers if found is not None and found.met is not None]
-    return "part" if row.done < row.total or not all(asked) else "full"
+def _class(verdict: str) -> str:
+    return {"reproduced": "full", "partly": "part", "contradicted": "against", NOT_RUN: "none"}[verdict]
+
+
+def _badge(row: Row) -> str:
+    return f'<span class="badge {_class(row.verdict)}">{escape(row.verdict)}</span>'
+
+
+def _lead_table(table: list[Row]) -> str:
+    body = "".join(
+        f'<tr><td class="what"><a href="#{row.name}">{escape(row.paper["title"])}</a><small>{escape(row.paper["where"])}</small></td>'
+        f"<td>{_badge(row)}</td><td>{escape(row.evidence)}</td><td>{row.seeds if row.ran else ''}</td></tr>"
+        for row in table
+    )
+    return (
+        '<table class="verdicts"><thead><tr><th>row</th><th>verdict</th><th>evidence</th><th>seeds</th></tr></thead>'
+        f"<tbody>{body}</tbody></table>"
+    )
 
 
 def _section(row: Row) -> str:
     facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in _facts(row))
-    picture = ""
-    if row.figure is not None:
-        data = base64.b64encode(row.figure.read_bytes()).decode()
-        picture = f'<figure><img alt="{escape(row.paper["title"])}" src="data:image/png;base64,{data}"></figure>'
     return f"""<section id="{row.name}">
-<h2>{escape(row.paper["title"])} <span class="badge {_class(row)}">{escape(row.status)}</span></h2>
-<p class="where"><code>{escape(row.name)}</code> · {escape(row.paper["where"])}</p>
+<h2>{escape(row.paper["title"])} {_badge(row)}</h2>
+<p class="where"><code>{escape(row.name)}</code> · {escape(row.paper["where"])}{" · " if row.ran else ""}{escape(row.evidence)}</p>
 <p>In the paper: {escape(row.paper["shows"])}</p>
-{picture}{_table(row)}
+{_picture(row)}{_table(row)}
 <dl>{facts}<dt>command</dt><dd><code>{escape(row.command)}</code></dd></dl>
 </section>
 """
+
+
+def _picture(row: Row) -> str:
+    """The figure, which a click (or the space bar) opens over the whole window and closes again."""
+    if row.figure is None:
+        return ""
+    vector = row.figure.with_suffix(".svg")
+    path, kind = (vector, "svg+xml") if vector.exists() else (row.figure, "png")
+    data = base64.b64encode(path.read_bytes()).decode()
+    alt = escape(row.paper["title"])
+    return (
+        f'<figure><label><input type="checkbox" aria-label="show {alt} large"><img alt="{alt}" '
+        f'src="data:image/{kind};base64,{data}"></label></figure>'
+    )
 
 
 def _table(row: Row) -> str:
@@ -285,7 +219,7 @@ def _table(row: Row) -> str:
     heads = ("", "paper", "ours", "should be", "")
     body = ""
     for cells in _cells(row):
-        mark = {"met": "yes", "not met": "no"}.get(cells[4], "")
+        mark = {"met": "yes", "missed": "no"}.get(cells[4], "")
         kinds = ("what", "num void" if cells[1] == "–" else "num", "num", "num", f"mark {mark}")
         tagged = zip(heads, kinds, cells, strict=True)
         body += (
@@ -303,54 +237,69 @@ def _table(row: Row) -> str:
 
 STYLE = """
 :root { --ink: #16181d; --soft: #5b6270; --line: #e2e5ea; --page: #f6f7f9; --card: #fff; --link: #1d4ed8;
-  --good: #116932; --good-bg: #dcf5e4; --bad: #9a3412; --bad-bg: #fdecdc; --none-bg: #eceef2; }
+  --good: #116932; --good-bg: #dcf5e4; --bad: #8a4b08; --bad-bg: #fdf0d5; --no: #9f1239; --no-bg: #fde2e7; --none-bg: #eceef2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7e9ee; --soft: #9aa3b2; --line: #2b303b; --page: #0f1115; --card: #171a21;
-  --link: #8ab4ff; --good: #7ee2a0; --good-bg: #12331f; --bad: #ffb27a; --bad-bg: #3a2412; --none-bg: #262b35; } }
+  --link: #8ab4ff; --good: #7ee2a0; --good-bg: #12331f; --bad: #f5c66b; --bad-bg: #38290f; --no: #ff9db0; --no-bg: #3d141d;
+  --none-bg: #262b35; } }
 * { box-sizing: border-box; }
 html { scroll-behavior: smooth; -webkit-text-size-adjust: 100%; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-  overflow-wrap: anywhere; }
-header, main { max-width: 62rem; margin: 0 auto; padding: 0 1.25rem; }
-header { padding-top: 2.5rem; }
+  overflow-wrap: break-word; }
+header, main { max-width: 64rem; margin: 0 auto; padding: 0 1.25rem; }
+header { padding-top: 2.5rem; margin-bottom: 2rem; }
 .kicker { margin: 0; color: var(--soft); font-size: .8rem; letter-spacing: .09em; text-transform: uppercase; }
 h1 { margin: .1rem 0 .6rem; font-size: clamp(1.7rem, 5vw, 2.4rem); line-height: 1.15; letter-spacing: -.015em; }
 h2 { margin: 0; font-size: 1.3rem; line-height: 1.3; display: flex; flex-wrap: wrap; gap: .4rem .7rem; align-items: center; }
+h3 { margin: 1.4rem 0 0; font-size: 1.05rem; }
 .lead { color: var(--soft); max-width: 46rem; }
-a { color: var(--link); text-decoration: none; }
-nav ul { list-style: none; margin: 1.4rem 0 2rem; padding: 0; display: grid; gap: .5rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 18.5rem), 1fr)); }
-nav a { display: flex; justify-content: space-between; align-items: center; gap: .6rem; padding: .5rem .8rem; background: var(--card);
-  border: 1px solid var(--line); border-radius: .6rem; font-weight: 550; }
-nav a:hover { border-color: var(--link); }
-.badge { font-size: .74rem; font-weight: 600; line-height: 1.3; padding: .18rem .55rem; border-radius: 1rem; letter-spacing: 0;
-  background: var(--none-bg); color: var(--soft); }
+a { color: var(--link); text-decoration: none; } a:hover { text-decoration: underline; }
+.counts { list-style: none; display: flex; flex-wrap: wrap; gap: .5rem; padding: 0; margin: 1.2rem 0; }
+.counts .badge { font-size: .9rem; padding: .3rem .8rem; }
+.badge { display: inline-block; white-space: nowrap; font-size: .76rem; font-weight: 600; line-height: 1.3; padding: .18rem .55rem;
+  border-radius: 1rem; background: var(--none-bg); color: var(--soft); }
 .badge.full { background: var(--good-bg); color: var(--good); }
 .badge.part { background: var(--bad-bg); color: var(--bad); }
+.badge.against { background: var(--no-bg); color: var(--no); }
+.verdicts { background: var(--card); border: 1px solid var(--line); border-radius: .9rem; border-collapse: separate;
+  border-spacing: 0; }
+.verdicts th, .verdicts td { padding: .5rem .8rem; } .verdicts tr:last-child td { border-bottom: 0; }
+.verdicts small { display: block; color: var(--soft); }
 section { background: var(--card); border: 1px solid var(--line); border-radius: .9rem; padding: 1.4rem 1.5rem; margin-bottom: 1.4rem;
   scroll-margin-top: 1rem; }
 section p { margin: .5rem 0; }
 .where { color: var(--soft); font-size: .92rem; }
 code { font: .88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: var(--none-bg);
-  padding: .1em .35em; border-radius: .3em; }
+  padding: .1em .35em; border-radius: .3em; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; background: #fff; border: 1px solid var(--line); border-radius: .6rem; padding: .5rem; }
-img { display: block; width: 100%; height: auto; }
-table { width: 100%; border-collapse: collapse; margin: .9rem 0; font-size: .95rem; }
+figure label { display: block; cursor: zoom-in; }
+figure input { position: absolute; opacity: 0; }
+figure input:focus-visible + img { outline: 2px solid var(--link); }
+figure input:checked + img { position: fixed; inset: 0; width: 100vw; height: 100vh; object-fit: contain; background: #fff; z-index: 9;
+  cursor: zoom-out; }
+img { display: block; width: 100%; height: auto; max-height: 40rem; object-fit: contain; }
+table { width: 100%; border-collapse: collapse; margin: .9rem 0; font-size: .93rem; }
 th { text-align: left; font-size: .8rem; font-weight: 600; color: var(--soft); }
 th, td { padding: .45rem .6rem .45rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+.wide { overflow-x: auto; } .wide td, .wide th { padding-right: 1rem; } .wide th { min-width: 5rem; white-space: normal; }
+th { white-space: nowrap; }
+section > table td:nth-child(2) { white-space: nowrap; }
 .num { font-variant-numeric: tabular-nums; }
-.mark { white-space: nowrap; font-weight: 600; font-size: .85rem; }
-.mark.yes { color: var(--good); } .mark.no { color: var(--bad); }
+.mark { white-space: nowrap; font-weight: 600; font-size: .85rem; color: var(--soft); }
+.mark.yes { color: var(--good); } .mark.no { color: var(--no); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.1rem; margin: 1rem 0 0; font-size: .9rem; }
 dt { color: var(--soft); } dd { margin: 0; min-width: 0; }
 @media (max-width: 640px) {
   header, main { padding-left: .8rem; padding-right: .8rem; }
   section { padding: 1.1rem 1rem; }
-  thead { display: none; }
-  tr { display: block; padding: .55rem 0; border-bottom: 1px solid var(--line); }
-  td { display: block; border: 0; padding: .05rem 0; }
+  section > table thead, .verdicts thead { display: none; }
+  section > table tr, .verdicts tr { display: block; padding: .55rem 0; border-bottom: 1px solid var(--line); }
+  section > table td, .verdicts td { display: block; border: 0; padding: .05rem 0; }
+  section > table td:nth-child(2) { white-space: normal; }
+  .verdicts tr { padding: .6rem .9rem; } .verdicts tr:last-child { border-bottom: 0; }
+  .verdicts td:last-child:not(:empty)::before { content: "seeds: "; color: var(--soft); }
   td.what { font-weight: 550; }
   td.num[data-head]::before { content: attr(data-head) ": "; color: var(--soft); }
-  td:empty, td.void { display: none; }
+  td:empty, td.void { display: none !important; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
 }
 """

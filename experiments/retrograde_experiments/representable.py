@@ -16,6 +16,7 @@ import numpy as np
 
 from retrograde import theory
 
+from .config import Settings
 from .findings import Finding
 from .metrics import Key, Record
 from .run import Context
@@ -23,7 +24,7 @@ from .style import canvas
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     points: int = 200  # of ε, evenly on a logarithmic scale
     eps_low: float = 1e-3
     eps_high: float = 1e3
@@ -31,14 +32,6 @@ class Config:
     grid: int = 81  # values of each eigenvalue; odd, so that 0 is among them
     reach: float = 2.0
     constructed: int = 200  # matrices per ε for which θ is constructed
-
-    @classmethod
-    def paper(cls) -> Config:
-        return cls()
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def smoke(cls) -> Config:
@@ -100,6 +93,9 @@ def figure(config: Config, records: list[Record]) -> Any:
     for record in records:
         if record["panel"] == "lambda":
             first.semilogx(record["eps"], record["lambda"], color="#ea580c", lw=2.2)
+            value = min(zip(record["eps"], record["lambda"], strict=True), key=lambda p: abs(p[0] - 2))
+            first.plot(*value, "o", color="#0072b2")
+            first.annotate(f"{value[1]:.2f} at ε = 2", value, (6, 4), textcoords="offset points", fontsize=9)
     for level in (0, -1):
         first.axhline(level, color="#9ca3af", lw=0.8, ls=":")
     first.set(title=r"$\lambda_\varepsilon$ over $\varepsilon$", xlabel=r"$\varepsilon$", ylim=(-1.08, 0.08))
@@ -134,8 +130,10 @@ def findings(config: Config, records: list[Record]) -> list[Finding]:
         values = curve["lambda"]
         falling = all(later <= earlier for earlier, later in pairwise(values))
         found.append(Finding("λ_ε decreasing in ε", "yes" if falling else "no", "non-increasing", falling))
-        at = {eps: min(zip(curve["eps"], values, strict=True), key=lambda p: abs(p[0] - eps))[1] for eps in (0.1, 2.0)}
-        found.append(Finding("λ_ε near ε = 0.1 and ε = 2", f"{at[0.1]:.3f} and {at[2.0]:.3f}", "near 0 and near −1"))
+        # the paper: "close to 0 when ε ≪ 1 and close to −1 when ε ≥ 2"
+        for eps, target, met in ((0.1, "≥ −0.1", lambda v: v >= -0.1), (2.0, "≤ −0.9", lambda v: v <= -0.9)):
+            near, value = min(zip(curve["eps"], values, strict=True), key=lambda p: abs(p[0] - eps))
+            found.append(Finding(f"λ_ε at ε = {eps:g}", f"{value:.3f} (at {near:.2f})", target, met(value)))
     regions = [r for r in records if r["panel"] == "region"]
     if regions:
         shares = [r["share"] for r in sorted(regions, key=lambda r: r["eps"])]

@@ -13,10 +13,12 @@ from rich.text import Text
 
 from .config import override, preset
 from .errors import ExperimentError
+from .metrics import CONFIG
 from .progress import Shown
 from .registry import MODULES, about, load
-from .report import found_results, write
-from .run import FIGURE, reproduce
+from .report import fill, write
+from .rows import default_results, found_results
+from .run import FIGURE, draw, reproduce
 
 
 def command(name: str, preset_name: str, assignments: list[str], device: str) -> str:
@@ -38,21 +40,18 @@ def run(console: Console, name: str, preset_name: str, out: Path | None, assignm
             name, config, folder, progress, device=device, preset=preset_name,
             command=command(name, preset_name, assignments, device),
         )  # fmt: skip
-    console.print(findings(name, config, records, judged=preset_name != "smoke"))
-    if preset_name == "smoke":
-        console.print("Smoke runs are too short to be held against the paper: --preset default or paper is.")
+    console.print(findings(name, config, records))
     console.print(f"Figure: {folder / FIGURE}", soft_wrap=True, highlight=False)
 
 
-def findings(name: str, config: object, records: list, judged: bool = True) -> Table:
-    """What came out; and if that is to be judged, what should."""
+def findings(name: str, config: object, records: list) -> Table:
+    """What came out, and what should."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "ours", "should be", "") if judged else ("", "ours"):
+    for heading in ("", "ours", "should be", ""):
         shown.add_column(heading)
     marks = {True: "yes", False: "NO", None: ""}
     for found in load(name).findings(config, records):
-        target = (found.target, marks[found.met]) if judged else ()
-        shown.add_row(found.what, found.ours, *target)
+        shown.add_row(found.what, found.ours, found.target, marks[found.met])
     return shown
 
 
@@ -82,11 +81,16 @@ def main(name: str, preset_name: str, out: Path | None, assignments: list[str], 
         raise SystemExit(130) from None
 
 
-def write_report(out: Path, results: Path | None) -> None:
+def write_report(out: Path, results: Path | None, page: Path | None = None, redraw: bool = False) -> None:
     """The command `report`: errors as one line."""
+    folders = [results] if results else found_results()
     try:
-        written = write(out, *([results] if results else found_results()))
-    except ExperimentError as error:
+        for config in sorted(c for folder in folders for c in folder.glob(f"*/{CONFIG}")) if redraw else ():
+            draw(config.parent)
+        if page is not None:
+            fill(page, results or default_results())
+        written = [page] if page is not None else write(out, *folders)
+    except (ExperimentError, OSError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise SystemExit(1) from None
-    Console().print(f"Written: {written[0]}, {written[1]}", soft_wrap=True, highlight=False)
+    Console().print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)

@@ -98,13 +98,16 @@ def reproduce(
             return seconds is not None and time.perf_counter() - begun > seconds
 
         def keep(unit: Key, values: dict[str, Any], took: float) -> None:
-            metrics.add(Record(unit, values, _when_and_where(device, took)))
+            metrics.add(Record(unit, values, when_and_where(device, took)))
             _checkpoint(out, unit, every).delete()
             progress.finished()
 
         task = _Task(name, to_json(config), str(out), device, every)
         if jobs > 1:
-            _side_by_side(task, experiment, config, todo, jobs, late, keep, progress)
+            own: Callable[[Any, Key], list[Key]] = getattr(experiment, "needs", lambda config, unit: [])
+            side_by_side(
+                task.alone, todo, jobs, late=late, keep=keep, begin=progress.unit, needs=lambda unit: own(config, unit)
+            )
         else:
             for unit in todo:
                 if not late():
@@ -144,12 +147,16 @@ class _Task:
         return self.work(unit, progress)
 
 
-def _side_by_side(
-    task: _Task, experiment: Experiment, config: Any, todo: list[Key], jobs: int, late: Callable[[], bool],
-    keep: Callable[[Key, dict[str, Any], float], None], progress: Progress,
+def side_by_side(
+    work: Callable[[Key], tuple[dict[str, Any], float]], todo: list[Key], jobs: int, *, late: Callable[[], bool],
+    keep: Callable[[Key, dict[str, Any], float], None], begin: Callable[[str], None] = lambda name: None,
+    needs: Callable[[Key], list[Key]] = lambda unit: [],
 ) -> None:  # fmt: skip
-    """The units in a pool of processes, each once those it `needs` are finished. One that fails does not stop the others."""
-    needs: Callable[[Any, Key], list[Key]] = getattr(experiment, "needs", lambda config, unit: [])
+    """The units in a pool of processes, each once those it `needs` are finished. One that fails does not stop the others.
+
+    Raises:
+        ExperimentError: at the end, with what failed.
+    """
     unfinished, waiting = {named(unit) for unit in todo}, list(todo)
     running: dict[Future[tuple[dict[str, Any], float]], Key] = {}
     failed: list[tuple[Key, BaseException]] = []
@@ -157,12 +164,12 @@ def _side_by_side(
         jobs, mp_context=multiprocessing.get_context("spawn")
     ) as pool:  # CUDA does not survive a fork
         while True:
-            free = [u for u in waiting if not unfinished & {named(needed) for needed in needs(config, u)}]
+            free = [u for u in waiting if not unfinished & {named(needed) for needed in needs(u)}]
             for unit in free[: jobs - len(running)]:
                 if not late():
-                    progress.unit(named(unit))
+                    begin(named(unit))
                     waiting.remove(unit)
-                    running[pool.submit(task.alone, unit)] = unit
+                    running[pool.submit(work, unit)] = unit
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -237,7 +244,7 @@ def _checkpoint(out: Path, unit: Key, every: float | None) -> Checkpoint:
     return Checkpoint(out / FOLDER / f"{name}.pt", every)
 
 
-def _when_and_where(device: str, seconds: float) -> dict[str, Any]:
+def when_and_where(device: str, seconds: float) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(), "seconds": round(seconds, 3), "hardware": hardware(device),
         "torch": torch.__version__, "retrograde": retrograde.__version__, "commit": commit(),

@@ -1,8 +1,8 @@
 """Secs. 3 and 4, App. A and B: every proposition, lemma and theorem, checked in numbers.
 
 Each unit is a statement. `retrograde.theory` has it as a function; here it is held against an independent computation on random
-cases, and the largest error against a bound chosen beforehand. What is proved is not proved again: a statement that were misread, or a function
-that were wrong, would show.
+cases, and the largest error against a bound chosen beforehand. What is proved is not proved again: a statement
+that were misread, or a function that were wrong, would show.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ CHECKS: dict[str, Check] = {
 
 def figure(config: Config, records: list[Record]) -> Any:
     """Left: errors beside their bounds. Right: the paper's figure of App. B.7, the crossing that cannot be."""
-    picture, (left, right) = canvas(10, 5.2, 1, 2, width_ratios=(1.5, 1))
+    picture, (left, right) = canvas(10, 5.2, 1, 2, width_ratios=(1.3, 1))
     names = [r["statement"] for r in records]
     floor = 1e-17
     for k, record in enumerate(records):
@@ -360,8 +360,8 @@ def _draw_paradox(axis: Any, lam: float = 0.75) -> None:
         axis.annotate(name, knots[k], (5, 5), textcoords="offset points", fontsize=9)
     axis.axhline(0, color=GREY, lw=0.6)
     axis.axvline(0, color=GREY, lw=0.6)
-    axis.set(title="App. B.7: they would have to meet in (x, 0)", xlabel="x₁", ylabel="x₂")
-    axis.legend(loc="lower right")
+    axis.set(title="App. B.7: both would pass (x, 0)", xlabel="x₁", ylabel="x₂")
+    axis.legend(loc="center", bbox_to_anchor=(0.5, 0.3))
 
 
 def findings(config: Config, records: list[Record]) -> list[Finding]:

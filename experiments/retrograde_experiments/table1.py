@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import table1_checks as checks
+from .config import Settings
 from .findings import Finding
 from .metrics import Key, Record
 from .run import Context, one_thread
@@ -21,7 +22,7 @@ MARKS = {True: "yes", False: "no", None: "–"}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     networks: tuple[str, ...] = tuple(checks.CASES)
     repeats: int = 5
 
@@ -29,14 +30,6 @@ class Config:
         unknown = [name for name in self.networks if name not in checks.CASES]
         if unknown:
             raise ValueError(f"no network is called {unknown[0]!r}; there are {', '.join(checks.CASES)}.")
-
-    @classmethod
-    def paper(cls) -> Config:
-        return cls()
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def smoke(cls) -> Config:

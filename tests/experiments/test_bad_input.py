@@ -21,8 +21,9 @@ from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.metrics import Metrics, Record, read_metrics
 from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import MODULES, load
-from retrograde_experiments.report import FIGURE, _row, markdown, paper, rows
-from retrograde_experiments.run import available, reproduce
+from retrograde_experiments.report import markdown
+from retrograde_experiments.rows import paper, row, rows
+from retrograde_experiments.run import FIGURE, available, reproduce
 
 TINY = table1.Config(networks=("RevNet", "Momentum ResNet"), repeats=1)
 HEADER = {"experiment": "table1", "device": "cpu", "config": {"a": 1}}
@@ -254,7 +255,7 @@ def test_a_report_follows_no_link_and_repeats_no_markup(finished: Path, tmp_path
     stored = json.loads((folder / store.CONFIG).read_text())
     stored["command"] = "x` <script>\n# heading"
     (folder / store.CONFIG).write_text(json.dumps(stored))
-    row = _row("table1", paper()["table1"], folder)
-    assert row.figure is None
-    text = markdown([row], tmp_path)
+    found = row("table1", paper()["table1"], folder)
+    assert found.figure is None
+    text = markdown([found], tmp_path, {})
     assert "`x <script> # heading`" in text

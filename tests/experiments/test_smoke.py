@@ -13,7 +13,7 @@ from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import MODULES, load
 from retrograde_experiments.run import FIGURE, complete, draw, reproduce
 
-HERE = ("dynamics", "table1", "memory-depth", "representable", "rings", "lista")
+HERE = ("dynamics", "table1", "memory-depth", "conv4", "paradigms", "statements", "representable", "rings", "lista")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -24,7 +24,10 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     records = reproduce(name, config, tmp_path, Quiet(), preset="smoke")
     assert complete(experiment, config, records) == (len(records), len(records))
     assert (tmp_path / FIGURE).read_bytes().startswith(PNG)
+    assert b"<svg" in (tmp_path / FIGURE).with_suffix(".svg").read_bytes()
+    assert (tmp_path / FIGURE).with_suffix(".pdf").read_bytes().startswith(b"%PDF")
     assert experiment.findings(config, records)
+    assert set(records[0].run) == {"date", "seconds", "hardware", "torch", "retrograde", "commit"}
 
     stored = read_config(tmp_path)
     assert from_json(experiment.Config, stored["config"]) == config
@@ -50,7 +53,7 @@ def test_presets_describe_themselves(name: str, which: str) -> None:
 
 
 def test_all_of_the_paper_is_listed() -> None:
-    assert len(MODULES) == 13  # the twelve experiments of the paper's sections, and Table 1
+    assert len(MODULES) == 17  # every figure and table, the theory, and two remarks
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:

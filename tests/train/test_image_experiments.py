@@ -20,7 +20,7 @@ from retrograde_experiments.run import Context, reproduce
 from retrograde_experiments.train import build
 from retrograde_experiments.train.learner import Learner
 
-NAMES = ("cifar", "gamma", "accuracy-memory", "ode", "memory-batch", "finetune", "imagenet")
+NAMES = ("cifar", "gamma", "learned-gamma", "accuracy-memory", "ode", "memory-batch", "finetune", "imagenet")
 
 
 @pytest.mark.parametrize("name", NAMES)

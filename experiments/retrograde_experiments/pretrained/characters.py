@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..config import Settings
 from ..data.images import data_dir, missing
 from ..metrics import Key
 from .text import HOW, plays
@@ -31,7 +32,7 @@ MILTON = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     gammas: tuple[float, ...] = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.9)
     ways: tuple[str, ...] = ("kept", "falling")
     seeds: int = 3
@@ -45,10 +46,6 @@ class Config:
     tuned_rate: float = 1e-3
     rows: int = 400
     memory: str = "store"
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..config import Settings
 from ..data import Images, load
 from ..data.batches import Resident
 from ..metrics import Key
@@ -22,7 +23,7 @@ from .transfer import GAMMAS, WAYS, as_momentum, fit, placed, points, shares_of,
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     depths: tuple[int, ...] = (56, 20)
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
@@ -53,10 +54,6 @@ class Config:
             test_images=20,
             memory="auto",
         )
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from ..config import Settings
 from ..metrics import Key
 from . import language, weights
 from .text import prepared_text
@@ -34,7 +35,7 @@ CHUNK = 256  # tokens whose logits are in memory at a time when memory is measur
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     tasks: tuple[str, ...] = ("memory", "language")
     gammas: tuple[float, ...] = GAMMAS
     ways: tuple[str, ...] = ("kept",)  # or falling, or sign: see `transfer`
@@ -49,10 +50,6 @@ class Config:
     measured_length: int = 1024
     measured_dtypes: tuple[str, ...] = ("float32", "bfloat16")
     repeats: int = 5
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

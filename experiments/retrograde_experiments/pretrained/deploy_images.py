@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..config import Settings
 from ..metrics import Key
 from . import cifar_transfer, imagenet_photos, weights
 from .deploy import GAMMAS
@@ -25,7 +26,7 @@ from .transfer import FALL, deployed, fit, placed, plain_again, shares_of, stati
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     gammas: tuple[float, ...] = GAMMAS
     ways: tuple[str, ...] = ("kept",)  # or falling, or sign: see `transfer`
     seeds: int = 3
@@ -40,10 +41,6 @@ class Config:
     cifar_rate: float = 0.05
     cifar_train: int = 50_000
     cifar_test: int = 10_000
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..config import Settings
 from ..data.folder import FolderBatches, load_folders
 from ..data.weights import MEAN, STD
 from ..metrics import Key
@@ -25,7 +26,7 @@ TASKS = ("photos", "hymenoptera")
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     gammas: tuple[float, ...] = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
     velocities: tuple[str, ...] = ("zero", "first")
     tune_gammas: tuple[float, ...] = (0.0, 0.5, 0.9)
@@ -41,10 +42,6 @@ class Config:
     @classmethod
     def smoke(cls) -> Config:
         return cls((0.0, 0.9), ("zero",), (0.0, 0.9), ("zero",), epochs=1, batch=4, size=32, seeds=1)
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

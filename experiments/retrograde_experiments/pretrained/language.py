@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..config import Settings
 from ..metrics import Key
 from . import weights
 from .text import prepared_text
@@ -19,7 +20,7 @@ from .transfer import GAMMAS, as_momentum, fit, points, shares_of
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
     refit_gammas: tuple[float, ...] = (0.0, 0.9, 0.5, 0.99)
@@ -35,10 +36,6 @@ class Config:
     @classmethod
     def smoke(cls) -> Config:
         return cls((0.0, 0.9), ("zero",), (0.9,), steps=2, batch=2, length=8, rows=2)
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

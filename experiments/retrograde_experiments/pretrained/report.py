@@ -8,8 +8,7 @@ An experiment that has not been run says so. The figure is drawn beside the page
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from ..config import from_json
 from ..errors import ExperimentError
 from ..findings import spread
+from ..markup import between, grid
 from ..metrics import Record, write_atomic, writing
 from ..style import canvas, styled
 from .run import EXPERIMENTS, experiment
@@ -48,8 +48,8 @@ def write(results: Path, page: Path) -> list[str]:
             f"{page} does not exist: run this in the repository, or name the page with --page."
         ) from None
     for name, table in TABLES.items():
-        text = _between(text, name, section(name, runs.get(name), table), page)
-    text = _between(text, "shares", shares(), page)
+        text = between(text, name, section(name, runs.get(name), table), page)
+    text = between(text, "shares", shares(), page)
     made = [str(page)]
     with writing(page):
         write_atomic(page, text.encode())
@@ -63,13 +63,10 @@ def write(results: Path, page: Path) -> list[str]:
     return made
 
 
-def _between(text: str, name: str, body: str, page: Path) -> str:
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise ExperimentError(
-            f"{page} has no place for {name}: put <!-- {name} --> and <!-- /{name} --> on lines of their own."
-        )
-    return pattern.sub(lambda match: f"{match[1]}{body}\n{match[2]}", text)
+def sections(results: Path) -> dict[str, str]:
+    """What was run, by experiment, in Markdown."""
+    runs = {name: read(results / f"{name}.jsonl") for name in TABLES if (results / f"{name}.jsonl").exists()}
+    return {name: section(name, run, TABLES[name]) for name, run in runs.items()}
 
 
 def section(name: str, found: tuple[dict[str, Any], Records] | None, table: Callable[[Records], str]) -> str:
@@ -282,12 +279,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
     "deploy": _deploy, "deploy-images": _deploy_images, "characters": _characters,
 }  # fmt: skip
-
-
-def grid(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _gammas(records: Records) -> list[float]:

@@ -6,23 +6,19 @@ command goes on with what is not finished.
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import retrograde
-
 from ..config import from_json, to_json
 from ..errors import ExperimentError, suggestion
-from ..hardware import hardware
 from ..metrics import Key, Record, named
+from ..run import side_by_side, when_and_where
 from .store import Store
 
 EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence",
@@ -71,37 +67,20 @@ def run(
     def note(unit: Key, values: dict[str, Any], took: float) -> None:
         nonlocal finished
         finished += 1
-        store.add(Record(unit, values, _where(device, took)))
+        store.add(Record(unit, values, when_and_where(device, took)))
         shown = ", ".join(f"{k} {v:.4g}" for k, v in values.items() if isinstance(v, float))
         say(f"  {finished}/{len(todo)}  {named(unit)}: {shown}  ({took:.1f} s)")
 
     def late() -> bool:
         return seconds is not None and time.perf_counter() - begun > seconds
 
-    task = (name, to_json(config), device, str(root))
-    if jobs == 1:
-        for unit in todo:
-            if not late():
-                note(unit, *work(unit, *task))
+    do = partial(work, name=name, config=to_json(config), device=device, root=str(root))
+    if jobs > 1:
+        side_by_side(do, todo, jobs, late=late, keep=note)
         return store.records
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting, running = list(todo), dict[Future[tuple[dict[str, Any], float]], Key]()
-        failed: list[tuple[Key, BaseException]] = []
-        while running or (waiting and not late()):
-            while waiting and len(running) < jobs and not late():
-                unit = waiting.pop(0)
-                running[pool.submit(work, unit, *task)] = unit
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                unit, error = running.pop(future), future.exception()
-                if error is None:
-                    note(unit, *future.result())
-                else:  # the others go on
-                    failed.append((unit, error))
-                    say(f"  {named(unit)}: {type(error).__name__}: {error}")
-    if failed:
-        unit, error = failed[0]
-        raise ExperimentError(f"{len(failed)} of {len(todo)} units failed, first {named(unit)}: {error}") from error
+    for unit in todo:
+        if not late():
+            note(unit, *do(unit))
     return store.records
 
 
@@ -115,10 +94,3 @@ def work(unit: Key, name: str, config: dict[str, Any], device: str, root: str) -
     begun = time.perf_counter()
     values = module.measure(from_json(module.Config, config), unit, where, Path(root))
     return values, time.perf_counter() - begun
-
-
-def _where(device: str, took: float) -> dict[str, Any]:
-    return {
-        "date": datetime.date.today().isoformat(), "seconds": round(took, 2), "hardware": hardware(device),
-        "torch": torch.__version__, "retrograde": retrograde.__version__,
-    }  # fmt: skip

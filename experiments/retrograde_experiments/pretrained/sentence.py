@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..config import Settings
 from ..metrics import Key
 from . import weights
 from .prepare import partners
@@ -21,7 +22,7 @@ from .transfer import GAMMAS, as_momentum, fit, points, shares_of
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     gammas: tuple[float, ...] = GAMMAS
     velocities: tuple[str, ...] = ("zero", "first")
     refit_gammas: tuple[float, ...] = (0.9, 0.5, 0.99, 0.7, 0.95, 0.3)
@@ -37,10 +38,6 @@ class Config:
     @classmethod
     def smoke(cls) -> Config:
         return cls((0.0, 0.9), ("zero",), (0.9,), (0.9,), steps=2, batch=4)
-
-    @classmethod
-    def default(cls) -> Config:
-        return cls()
 
     @classmethod
     def small(cls) -> Config:

@@ -7,6 +7,7 @@ part of a state_dict.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,8 +19,8 @@ from torch.nn.functional import cross_entropy
 import retrograde as rg
 
 from ..data.batches import Source
-from ..errors import ExperimentError
-from ..private import captured_by, collect, evaluation_ranges, put_back, stacks, training_ranges, written
+from ..errors import ExperimentError, suggestion
+from ..private import captured_by, collect, converted, evaluation_ranges, put_back, stacks, training_ranges, written
 from ..private import set_gamma as set_gamma
 from .graphed import Graphed
 from .parallel import Alone, World
@@ -50,10 +51,8 @@ class Learner:
         if recipe.graph:
             self._check_graph()
         self.wrapped = self.world.wrap(net)
-        self.optimizer = torch.optim.SGD(
-            decaying(net, recipe), lr=recipe.rate, momentum=recipe.momentum, weight_decay=recipe.weight_decay,
-            nesterov=recipe.nesterov,
-        )  # fmt: skip
+        self.optimizer = optimizer(decaying(net, recipe), recipe)
+        self.schedule: rg.GammaSchedule | None = None  # of γ; see `gammas`
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.amp == "fp16")
         self.average = [p.detach().clone() for p in net.parameters()] if recipe.ema else []
         self.graphed = Graphed(list(net.parameters()), lambda: captured_by(net), recipe.graph)
@@ -69,17 +68,29 @@ class Learner:
         for k, (xk, yk) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             with self.world.sync(self.wrapped, k == parts - 1):
                 self.window[0] += self.graphed(self._both, xk, yk)
+        if self.recipe.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.recipe.graph)
         self.window[1] += 1
         self.done += 1
+        if self.schedule is not None:
+            self.schedule.step()
         if self.recipe.graph:  # no pass begins in a replay: look here, as one would, whether the range still fits
             collect(self.net, x)
         if self.average:
             with torch.no_grad():
                 for average, parameter in zip(self.average, self.net.parameters(), strict=True):
                     average.lerp_(parameter, 1 - self.recipe.ema)
+
+    def gammas(self, points: dict[int, float]) -> None:
+        """Move γ of a converted model with the steps: see `rg.GammaSchedule`."""
+        try:
+            self.schedule = rg.GammaSchedule(self.net, points)
+        except ValueError as error:
+            raise ExperimentError(f"--gamma-schedule: {error} It is for torchvision:, timm: and own models.") from error
 
     def _check_graph(self) -> None:
         if self.device.type != "cuda":
@@ -104,21 +115,23 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, source: Source) -> dict[str, float]:
-        """Loss and accuracy (in %) on the test images; of the moving average, if there is one."""
+        """Loss, accuracy and top-5 accuracy (in %) on the test images; of the moving average, if there is one."""
         self.net.eval()
         self.world.agree(self.net)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         with self._averaged(), evaluation_ranges(self.net):
             for x, y in source.test():
                 x, y = x[self.world.rank :: self.world.size], y[self.world.rank :: self.world.size]
                 with self._autocast():
                     output = self._forward(x)
                 loss = cross_entropy(output.float(), y, reduction="sum")
-                sums += torch.stack([loss.double(), (output.argmax(1) == y).sum().double(), sums.new_tensor(len(y))])
+                hits = output.topk(min(5, output.shape[1]), dim=1).indices == y[:, None]
+                found = loss, hits[:, 0].sum(), hits.sum(), sums.new_tensor(len(y))
+                sums += torch.stack([value.double() for value in found])
             self.world.settle(self.wrapped)
         self.net.train()
-        loss_sum, right, count = self.world.total(sums).tolist()
-        return {"test_loss": loss_sum / count, "accuracy": 100 * right / count}
+        loss_sum, right, near, count = self.world.total(sums).tolist()
+        return {"test_loss": loss_sum / count, "accuracy": 100 * right / count, "top5": 100 * near / count}
 
     def state(self) -> dict[str, Any]:
         """All of it: tensors, numbers, strings, lists and dicts. The keys "net" and "average" hold the weights."""
@@ -141,6 +154,8 @@ class Learner:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.done = state["done"]
+        if self.schedule is not None:
+            self.schedule.load_state_dict({**self.schedule.state_dict(), "t": self.done})
         self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
         put_back(training_ranges(self.net), state["ranges"])
         torch.set_rng_state(state["rng"].cpu())
@@ -171,6 +186,29 @@ class Learner:
             parameter.copy_(value)
 
 
+def optimizer(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer of torch.optim that the recipe names, whatever the case of its letters."""
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kind = kinds.get(recipe.optimizer.lower())
+    if kind is None or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
+        raise ExperimentError(
+            f"torch.optim has no optimizer {recipe.optimizer!r}. {suggestion(recipe.optimizer, kinds)}"
+        )
+    options: dict[str, Any] = {"lr": recipe.rate, "weight_decay": recipe.weight_decay}
+    if kind is torch.optim.SGD:
+        options |= {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
+    for option in recipe.optimizer_options:
+        name, _, value = option.partition("=")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ExperimentError(f"--optimizer-options takes name=value, as eps=1e-6; got {option!r}.") from None
+    try:
+        return kind(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ExperimentError(f"--optimizer {recipe.optimizer} with {options}: {error}") from error
+
+
 def decaying(net: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     """The parameters, in their order where all decay; else those of more than one dimension first, and the others, which do not."""
     every = list(net.parameters())
@@ -188,6 +226,8 @@ def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
 
 def compile_blocks(net: nn.Module) -> None:
     """Compile a network in place: a momentum network block by block, another as a whole."""
+    if converted(net):
+        return  # `outside` has had its blocks compiled
     found = stacks(net)
     for inner in found:
         for block in inner.blocks:

@@ -6,18 +6,26 @@ out/
   tensorboard/     the same
   checkpoints/     the last few
   net.safetensors  the weights at the end (of the moving average, if there is one)
+  best.safetensors those of the best test accuracy so far
+  environment.jsonl  a line for every start: command, commit, versions, hardware
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
+import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import retrograde
 from retrograde import RangeOverflow, ReplayError
 from retrograde.extras import require
 
@@ -25,18 +33,26 @@ from ..data import FOLDERS, load
 from ..data.batches import Resident, Source
 from ..data.folder import FolderBatches, load_folders
 from ..errors import ExperimentError
+from ..findings import spread
+from ..hardware import commit, hardware
 from ..metrics import write_atomic, writing
 from .checkpoints import Checkpoints
 from .fit import fit
 from .learner import Learner
 from .logs import Clock, Line, Log, peak_bytes
-from .models import build
+from .models import build, outside, start_from
 from .parallel import World, join
 from .schedule import rate_at
 from .setting import Setting, fixed, parse
 
 SETTING = "setting.json"
-LATER = {"decay": "all", "graph": False}  # settings that folders of earlier versions do not name, and what they were
+LATER = {
+    "decay": "all", "graph": False, "optimizer": "sgd", "optimizer_options": [], "clip": 0.0, "init": None, "residual": "relu",
+    "gamma_schedule": [],
+}  # fmt: skip
+"""Settings that folders of earlier versions do not name, and what they were."""
+EXTENDED = ("multistep", "constant")
+"""Schedules whose rates do not depend on how many epochs there are."""
 
 
 def train(setting: Setting, shown: bool = True) -> dict[str, float]:
@@ -60,16 +76,14 @@ def _train(setting: Setting, world: World, shown: bool) -> dict[str, float]:
     source = source_of(setting, world)
     small = setting.data not in (*FOLDERS, "folder")
     torch.manual_seed(setting.seed)
-    net = build(
-        setting.model, classes=source.classes, channels=source.channels, size="cifar" if small else "imagenet",
-        gamma=setting.gamma, velocity=setting.velocity, memory=setting.memory, verify=setting.verify,
-        overflow="nan" if setting.amp == "fp16" else "raise",
-        fixed_point=setting.fixed_point,
-    ).to(world.device)  # fmt: skip
+    net = network(setting, source, small).to(world.device)
     learner = Learner(net, setting, source.steps, world)
+    if setting.gamma_schedule:
+        learner.gammas(setting.points())
     folder = Path(setting.out)
     if world.rank == 0:
         _claim(folder, setting)
+        _note_environment(folder, world)
     world.wait()
     checkpoints = Checkpoints(folder / "checkpoints", setting.keep)
     saved = checkpoints.load(setting.resume)
@@ -84,10 +98,46 @@ def _train(setting: Setting, world: World, shown: bool) -> dict[str, float]:
         watcher.last = learner.evaluate(source)
     state = learner.state()
     if world.rank == 0:
-        with writing(folder):
-            tensors = {name: t.contiguous() for name, t in {**state["net"], **state.get("average", {})}.items()}
-            write_atomic(folder / "net.safetensors", require("safetensors.torch").save(tensors))
+        _write_weights(folder / "net.safetensors", state)
     return watcher.last
+
+
+def network(setting: Setting, source: Source, small: bool) -> nn.Module:
+    """The network of a setting, with its first weights."""
+    overflow = "nan" if setting.amp == "fp16" else "raise"
+    common: dict[str, Any] = {
+        "classes": source.classes, "gamma": setting.gamma, "velocity": setting.velocity, "memory": setting.memory,
+        "verify": setting.verify, "overflow": overflow, "fixed_point": setting.fixed_point,
+    }  # fmt: skip
+    if ":" in setting.model:
+        first = next(iter(source.test()))[0]
+        net = outside(
+            setting.model, shape=(first.shape[1], first.shape[2], first.shape[3]), compile=setting.compile, **common
+        )
+    else:
+        size = "cifar" if small else "imagenet"
+        net = build(setting.model, channels=source.channels, size=size, residual=setting.residual, **common)
+    if setting.init is not None:
+        left = start_from(net, Path(setting.init))
+        if left:
+            print(f"not in {setting.init}, or of another shape: {', '.join(left)}", file=sys.stderr)
+    return net
+
+
+def _write_weights(path: Path, state: dict[str, Any]) -> None:
+    with writing(path.parent):
+        tensors = {name: t.contiguous() for name, t in {**state["net"], **state.get("average", {})}.items()}
+        write_atomic(path, require("safetensors.torch").save(tensors))
+
+
+def _note_environment(folder: Path, world: World) -> None:
+    said = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"), "command": shlex.join(sys.argv), "commit": commit(),
+        "retrograde": retrograde.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "hardware": hardware(str(world.device)), "processes": world.size,
+    }  # fmt: skip
+    with writing(folder), (folder / "environment.jsonl").open("a") as file:
+        file.write(json.dumps(said) + "\n")
 
 
 class _Run:
@@ -98,6 +148,7 @@ class _Run:
     ) -> None:
         self.setting, self.checkpoints, self.first = setting, checkpoints, learner.world.rank == 0
         self.last: dict[str, float] = {}
+        self.best = saved.get("best", -1.0)
         self.clock, self.marked = Clock(saved.get("seconds", 0.0)), learner.done
         self.line = Line(learner.steps, setting.epochs, learner.done, shown)
         folder = Path(setting.out)
@@ -107,12 +158,16 @@ class _Run:
         if learner.done % self.setting.log_every == 0:
             self._note(learner, {})
         if self.setting.checkpoint_every and learner.done % self.setting.checkpoint_every == 0:
-            self._save(learner)
+            self._save(learner, self.best)
 
     def tested(self, learner: Learner, epoch: int, values: dict[str, float]) -> None:
         self.last = values
         self._note(learner, values)
-        self._save(learner)
+        state = self._save(learner, max(self.best, values["accuracy"]))
+        if values["accuracy"] > self.best:
+            self.best = values["accuracy"]
+            if self.log is not None:
+                _write_weights(Path(self.setting.out) / "best.safetensors", state)
 
     def _note(self, learner: Learner, values: dict[str, float]) -> None:
         loss = learner.loss()
@@ -130,11 +185,13 @@ class _Run:
             self.log.add(learner.done, said, run)
         self.line.update(learner.done, loss, speed, peak, values.get("accuracy"))
 
-    def _save(self, learner: Learner) -> None:
+    def _save(self, learner: Learner, best: float) -> dict[str, Any]:
         state = learner.state()
         if self.log is not None:
-            self.checkpoints.save(learner.done, {**state, "log": self.log.length(), "seconds": self.clock.seconds()})
+            more = {"log": self.log.length(), "seconds": self.clock.seconds(), "best": best}
+            self.checkpoints.save(learner.done, {**state, **more})
         learner.world.wait()
+        return state
 
     def close(self) -> None:
         self.line.stop()
@@ -170,6 +227,16 @@ def _claim(folder: Path, setting: Setting) -> None:
     if not isinstance(there, dict):
         raise ExperimentError(f"{path} is not the setting of a run. Restore it, or use another folder (--out).")
     there = LATER | there
+    if wanted["epochs"] > there["epochs"] and wanted == {**there, "epochs": wanted["epochs"]}:
+        if setting.schedule not in EXTENDED:
+            raise ExperimentError(
+                f"{folder} holds a run of {there['epochs']} epochs whose rate follows {setting.schedule}, which depends on their "
+                f"number: it cannot go on to {wanted['epochs']}. Take another folder (--out) and --init {folder / 'net.safetensors'}, "
+                f"or train with --schedule {' or '.join(EXTENDED)}, whose runs can. Nothing was changed."
+            )
+        with writing(folder):
+            write_atomic(path, json.dumps(wanted, indent=1).encode() + b"\n")
+        return
     differ = [f"{k} is {there.get(k)!r} there and {wanted[k]!r} here" for k in wanted if there.get(k) != wanted[k]]
     if differ:
         raise ExperimentError(
@@ -181,14 +248,18 @@ def _claim(folder: Path, setting: Setting) -> None:
 def main(arguments: list[str] | None = None, prog: str = "retrograde train") -> None:
     """The command line: parse, train, say what came out."""
     setting = parse(arguments, prog)
+    runs = [replace(setting, seed=s, seeds=(), out=str(Path(setting.out) / f"seed-{s}")) for s in setting.seeds]
     try:
-        result = train(setting)
+        results = [train(run) for run in runs or [setting]]
     except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         raise SystemExit(130) from None
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"test loss {result['test_loss']:.4f}, accuracy {result['accuracy']:.2f} %; weights in {setting.out}/net.safetensors"
+        loss, right, near = (
+            spread([r[name] for r in results], form)
+            for name, form in (("test_loss", ".4f"), ("accuracy", ".2f"), ("top5", ".2f"))
         )
+        places = ", ".join(f"{run.out}/net.safetensors" for run in runs or [setting])
+        print(f"test loss {loss}, accuracy {right} %, top-5 {near} %; weights in {places}")

@@ -142,7 +142,7 @@ def _curves(axes: Any, outcome: Outcome) -> None:
     for way, result in outcome.results.items():
         epochs = range(1, len(result.loss) + 1)
         axes.plot(epochs, result.loss, color=COLOURS[way], linestyle=LINES[way], lw=2.2, label=way)
-    axes.set(title="Training loss", xlabel="epoch", yscale="log")
+    axes.set(title="Training loss", xlabel="epoch", ylabel="cross-entropy", yscale="log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.25)
 
@@ -155,7 +155,10 @@ def _bars(axes: Any, outcome: Outcome) -> None:
         for result in outcome.results.values()
     ]
     axes.bar_label(drawn, labels, padding=3, fontsize=9)
-    axes.set(title=f"A training step at depth {outcome.setting.depth}", ylabel="peak activation memory (MB)", xticks=[])
+    axes.set(title=f"A training step at depth {outcome.setting.depth}", ylabel="peak activation memory (MB)")
+    axes.set_xticks(
+        range(len(peaks)), [way.replace(" per ", "\nper ").replace(", ", ",\n") for way in peaks], fontsize=9
+    )
     axes.set(xlim=(-0.65, len(peaks) - 0.35), ylim=(0, 1.25 * max(peaks.values())))
 
 
