@@ -18,8 +18,11 @@ from ways import assert_equal
 import retrograde as rg
 from retrograde.convert.convert import stages_of
 from retrograde.nets.coupling import CouplingNet
+from retrograde.reverse.checks import Checks
 from retrograde.reverse.deferred import FIRST_STEP, Deferred
+from retrograde.reverse.extra import Extra
 from retrograde.reverse.range import holders
+from retrograde.reverse.replay import Call
 
 FIXED = rg.FixedPoint(22, torch.int32)
 REPLAYING = ["reverse", "checkpoint"]
@@ -572,3 +575,17 @@ def test_running_statistics_that_instance_norm_copies_in_16_bits(dtype: torch.dt
     with torch.autocast("cpu", dtype):
         y = net(torch.randn(2, 4, 5, 5, dtype=torch.float32 if gamma else dtype))
     y.float().sum().backward()
+
+
+def test_a_stride_that_nothing_goes_by_is_no_difference() -> None:
+    """A replay's input may have another one where a dimension has one element."""
+    block, checks = nn.Linear(300, 300), Checks(1, torch.device("cpu"), "auto", Deferred())
+    call = Call(block, Extra((), {}), "block 0")
+    saved = torch.randn(1, 300)
+    checks.note(0, call, torch.randn(1), [saved], None)
+    left = checks.slots[0].clone()
+    assert left != 0
+    checks._add(0, [saved.as_strided((1, 300), (1, 1))], None, left, -1)
+    assert left == 0
+    checks._add(0, [saved + 1], None, left, -1)
+    assert left != 0

@@ -25,7 +25,7 @@ from ..arithmetic.sample import Groups, can_sample, sample
 from ..errors import ReplayError
 from .cuda import check_capturable
 from .deferred import Deferred
-from .fingerprint import SAMPLE, Picked, local, picked, undefined
+from .fingerprint import SAMPLE, Picked, dense, local, picked, undefined
 from .replay import WHEN_NOT_REPEATED, Call
 
 CHOICES = ("auto", "strict", "off")
@@ -132,11 +132,11 @@ class Checks:
         samples: dict[torch.dtype, list[Tensor]] = {}
         grouped: list[Tensor] = []
         groups: list[Groups] = []
-        quick = can_sample() and (sign > 0 or _layout(saved) == self.layouts[k])  # else out of somebody else's memory
+        same = sign > 0 or _layout(saved) == self.layouts[k]  # else dense, lest somebody else's memory is read
         for index, size, step, together in self.picked[k]:
             t = saved[index]
             t = t if type(t) is Tensor else local(t)
-            if quick and together is not None:
+            if together is not None and can_sample() and (same or dense(t)):
                 grouped.append(t)
                 groups.append(together)
                 continue

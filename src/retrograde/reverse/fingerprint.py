@@ -64,7 +64,7 @@ def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[
     In dense memory they are about so far `apart` at most, at a step that has no factor in common with any size: it meets every row,
     column and channel alike.
     """
-    if _dense(t):
+    if dense(t):
         step = min(max(t.numel() // count, 1), apart)
         while math.gcd(step, t.numel()) > 1:
             step += 1
@@ -115,7 +115,7 @@ def undefined(t: Tensor) -> bool:
     )
 
 
-def _dense(t: Tensor) -> bool:
+def dense(t: Tensor) -> bool:
     """Whether it lies in memory without gaps."""
     if t.is_contiguous():
         return True
