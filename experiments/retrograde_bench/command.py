@@ -85,6 +85,11 @@ def measure(
             typer.echo(f"drawn: {scatter(rows, figure)}")
     except ValueError as error:
         raise SystemExit(str(error)) from error
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\nStopped. {len(rows)} rows are in {out}; the cases after them: --cases NAME (retrograde bench list)."
+        )
+        raise SystemExit(130) from None
 
 
 @group.command(name="list")

@@ -47,7 +47,7 @@ def report(app: typer.Typer) -> None:
     @app.command()
     def report(
         out: Annotated[Path, typer.Option(help="the page; a Markdown one of the same name is written beside it")] = Path("report.html"),
-        results: Annotated[Path | None, typer.Option(help="folder with a run per experiment  [default: the repository's]")] = None,
+        results: Annotated[Path | None, typer.Option(help="folder of runs  [default: out/results/*, the repository's]")] = None,
     ) -> None:  # fmt: skip
         """Write one page with every experiment: the paper's number, ours, setting, figure, command, date and hardware."""
         from .reproduce import write_report

@@ -80,6 +80,11 @@ def to_json(config: Any) -> dict[str, Any]:
 
 def from_json(kind: type[Any], values: dict[str, Any]) -> Any:
     """The inverse of `to_json`. Keys that are missing keep their default."""
+    if not isinstance(values, dict):
+        raise ExperimentError(f"a config gives each setting its value; got a {type(values).__name__}.")
+    nested = [key for key, value in values.items() if isinstance(value, dict)]
+    if nested:
+        raise ExperimentError(f"{nested[0]} takes a value or a list of values; got {values[nested[0]]!r}.")
     read = {key: _tupled(_type_of(kind, key), value) for key, value in values.items()}
     return _checked(lambda: kind(**read))
 

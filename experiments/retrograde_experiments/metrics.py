@@ -71,7 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExperimentError(f"{path} is missing: this folder holds no run.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ExperimentError(f"{path} is damaged ({error}). Restore it, or use another folder.") from error
     if not isinstance(stored, dict) or not {"experiment", "config", "device"} <= set(stored):
         raise ExperimentError(f"{path} is not the config of a run. Use another folder.")
@@ -102,7 +102,7 @@ def _records(path: Path, data: bytes) -> list[Record]:
         try:
             read = json.loads(line)
             record = Record(read["key"], read["values"], read["run"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ExperimentError(
                 f"line {number} of {path} is damaged ({error}). Delete that line to have the unit run again, or use "
                 "another folder. Nothing was changed."

@@ -68,19 +68,27 @@ def paper() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
+def found_results() -> list[Path]:
+    """Where runs are: those that `retrograde reproduce` wrote below this folder, then those kept in the repository."""
+    own = [Path("out") / "results" / preset for preset in ("paper", "default", "smoke")]
+    return [*filter(Path.is_dir, own), default_results()]
+
+
 def default_results() -> Path:
     """The runs kept in the repository, beside this package."""
     return Path(__file__).parents[1] / "results"
 
 
-def rows(results: Path) -> list[Row]:
-    """All experiments, in the paper's order. A run of NAME is the folder NAME in `results`."""
-    if not results.is_dir():
-        raise ExperimentError(
-            f"there is no folder {results}. Give the folder that holds a folder of each run: --results DIR."
-        )
+def rows(*results: Path) -> list[Row]:
+    """All experiments, in the paper's order. A run of NAME is the folder NAME in the first of `results` that has it."""
+    for folder in results:
+        if not folder.is_dir():
+            raise ExperimentError(
+                f"there is no folder {folder}. Give the folder that holds a folder of each run: --results DIR."
+            )
     said = paper()
-    return [_row(name, said[name], results / name) for name in MODULES]
+    ran = {name: [folder / name for folder in results if (folder / name / CONFIG).exists()] for name in MODULES}
+    return [_row(name, said[name], (ran[name] or [results[0] / name])[0]) for name in MODULES]
 
 
 def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
@@ -108,7 +116,7 @@ def _row(name: str, said: dict[str, Any], folder: Path) -> Row:
         name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
         _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)), done, total,
         missing(experiment, config, records),
-        figure if figure.exists() else None,
+        figure if figure.is_file() and not figure.is_symlink() else None,  # a link may lead to anything of the reader's
     )  # fmt: skip
 
 
@@ -134,9 +142,9 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def write(out: Path, results: Path) -> tuple[Path, Path]:
+def write(out: Path, *results: Path) -> tuple[Path, Path]:
     """Write the page to `out` and the Markdown beside it. Figures of the Markdown are referred to where they are."""
-    table = rows(results)
+    table = rows(*results)
     text = out.with_suffix(".md")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +180,8 @@ def markdown(table: list[Row], base: Path) -> str:
             lines += ["| | paper | ours | should be | |", "|---|---|---|---|---|"]
             lines += ["| " + " | ".join(_cell(c) for c in cells) + " |" for cells in _cells(row)]
             lines.append("")
-        lines += [f"- {label}: {value}" for label, value in _facts(row)]
-        lines.append(f"- command: `{row.command}`")
+        lines += [f"- {label}: {_inert(value) if label == 'run' else value}" for label, value in _facts(row)]
+        lines.append(f"- command: `{' '.join(row.command.replace('`', '').split())}`")
         if row.figure is not None:
             lines += ["", f"![{row.paper['title']}]({_relative(row.figure, base)})"]
     return "\n".join(lines) + "\n"
@@ -208,6 +216,11 @@ def _facts(row: Row) -> list[tuple[str, str]]:
     if "differs" in row.paper:
         facts.append(("what differs", row.paper["differs"]))
     return [*facts, ("run", f"{row.when}, {row.where}, {row.took}")]
+
+
+def _inert(text: str) -> str:
+    """What a file says, without meaning to Markdown: no tags, links or lines of its own."""
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("[", "\\[").split())
 
 
 # HTML

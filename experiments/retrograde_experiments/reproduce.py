@@ -15,7 +15,7 @@ from .config import override, preset
 from .errors import ExperimentError
 from .progress import Shown
 from .registry import MODULES, about, load
-from .report import default_results, write
+from .report import found_results, write
 from .run import FIGURE, reproduce
 
 
@@ -38,18 +38,21 @@ def run(console: Console, name: str, preset_name: str, out: Path | None, assignm
             name, config, folder, progress, device=device, preset=preset_name,
             command=command(name, preset_name, assignments, device),
         )  # fmt: skip
-    console.print(findings(name, config, records))
+    console.print(findings(name, config, records, judged=preset_name != "smoke"))
+    if preset_name == "smoke":
+        console.print("Smoke runs are too short to be held against the paper: --preset default or paper is.")
     console.print(f"Figure: {folder / FIGURE}", soft_wrap=True, highlight=False)
 
 
-def findings(name: str, config: object, records: list) -> Table:
-    """What came out, and what should."""
+def findings(name: str, config: object, records: list, judged: bool = True) -> Table:
+    """What came out; and if that is to be judged, what should."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "ours", "should be", ""):
+    for heading in ("", "ours", "should be", "") if judged else ("", "ours"):
         shown.add_column(heading)
     marks = {True: "yes", False: "NO", None: ""}
     for found in load(name).findings(config, records):
-        shown.add_row(found.what, found.ours, found.target, marks[found.met])
+        target = (found.target, marks[found.met]) if judged else ()
+        shown.add_row(found.what, found.ours, *target)
     return shown
 
 
@@ -82,7 +85,7 @@ def main(name: str, preset_name: str, out: Path | None, assignments: list[str], 
 def write_report(out: Path, results: Path | None) -> None:
     """The command `report`: errors as one line."""
     try:
-        written = write(out, results or default_results())
+        written = write(out, *([results] if results else found_results()))
     except ExperimentError as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise SystemExit(1) from None

@@ -50,3 +50,9 @@ def test_one_gamma_per_layer() -> None:
 def test_gain_is_one_minus_gamma_except_at_one() -> None:
     assert gain(Fraction(9, 10)) == Fraction(1, 10)
     assert gain(Fraction(1)) == 1
+
+
+def test_a_gamma_to_be_learned_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot be learned.*Pass float\(gamma\)"):
+        as_ratios(torch.nn.Parameter(torch.tensor(0.5)), 3)
+    assert as_ratios(torch.tensor([0.5, 0.25]), 2) == (Fraction(1, 2), Fraction(1, 4))

@@ -41,6 +41,27 @@ def test_table_is_aligned_and_complete_in_80_columns(quick: tuple[Result, Path])
     assert max(map(len, lines)) <= 80
 
 
+def test_a_quick_run_learns_the_digits(outcome: demo.Outcome) -> None:
+    assert all(result.accuracy[-1] > 0.8 for result in outcome.results.values())
+
+
+def test_the_next_command_stands_on_a_line_of_its_own(quick: tuple[Result, Path]) -> None:
+    lines = [line.strip() for line in quick[0].output.splitlines()]
+    command = lines[lines.index("Next:") + 1]
+    assert command.endswith(" demo --depth 100")
+    assert run(*command.split()[2:], "--epochs", "0").exit_code == 2  # it is this command, and takes that option
+
+
+def test_stopped_by_ctrl_c_it_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", stopped)
+    result = run()
+    assert result.exit_code == 130
+    assert "Stopped. Nothing was kept: the same command starts again" in result.output
+
+
 class Silent:
     def planned(self, steps: int) -> None: ...
     def stepped(self, way: str, loss: float) -> None: ...
@@ -60,7 +81,7 @@ def test_plain_and_checkpointed_training_are_the_same_training(outcome: demo.Out
 
 
 def test_every_step_is_timed(outcome: demo.Outcome) -> None:
-    steps = outcome.setting.epochs * (256 // outcome.setting.batch)
+    steps = outcome.setting.epochs * (1438 // outcome.setting.batch)
     assert all(len(result.seconds) == steps for result in outcome.results.values())
 
 

@@ -1,4 +1,4 @@
-"""Architectures of four ecosystems, small and with random weights, each with a way to call it.
+"""Architectures of seven ecosystems, small and with random weights, each with a way to call it.
 
 ARCHITECTURES["timm vit"].make() -> a model in training mode
 ARCHITECTURES["timm vit"].call(model) -> its output, one tensor
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import retrograde as rg
 from retrograde.extras import require
 from retrograde.memory.step import as_call
 
@@ -23,27 +24,37 @@ with warnings.catch_warnings():  # what these packages warn of when imported
     tv = require("torchvision.models")
     timm = require("timm")
     hf = require("transformers")
+    diffusers = require("diffusers")
+    monai = require("monai.networks.nets")
+    geometric = require("torch_geometric.nn")
 hf.logging.set_verbosity_error()
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a model and what to call it with. `least`: the fewest blocks that must be found in it."""
+    """How to make a model and what to call it with.
+
+    least: the fewest blocks that must be found in it. trial: its classes are not known, so they are found by a trial on the example.
+    """
 
     make: Callable[[], nn.Module]
     example: Any
     least: int
+    trial: bool = False
 
     def call(self, model: nn.Module) -> Tensor:
         args, kwargs = as_call(self.example)
         out = model(*args, **kwargs)
         return out if isinstance(out, Tensor) else out[0]
 
+    def convert(self, model: nn.Module, **options: Any) -> nn.Module:
+        return rg.convert(model, self.example if self.trial else None, **options)
+
 
 ARCHITECTURES: dict[str, Architecture] = {}
 
 
-def add(name: str, make: Callable[[], nn.Module], example: Any, least: int) -> None:
+def add(name: str, make: Callable[[], nn.Module], example: Any, least: int, trial: bool = False) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         model = make().train()
@@ -52,7 +63,7 @@ def add(name: str, make: Callable[[], nn.Module], example: Any, least: int) -> N
                 nn.init.normal_(p, std=0.1)
         return model
 
-    ARCHITECTURES[name] = Architecture(made, example, least)
+    ARCHITECTURES[name] = Architecture(made, example, least, trial)
 
 
 def fixed(*shape: int) -> Tensor:
@@ -447,6 +458,65 @@ hf_model(
     decoder_start_token_id=0,
 )
 
+for family in (
+    "Ernie",
+    "LayoutLM",
+    "Nystromformer",
+    "MegatronBert",
+    "Esm",
+    "ConvBert",
+    "RemBert",
+    "RobertaPreLayerNorm",
+    "MobileBert",
+):
+    hf_model(family, "Model", TOKENS, **SMALL, **DROPPING, max_position_embeddings=40, max_2d_position_embeddings=40)
+for family in (
+    "Gemma", "Olmo", "Starcoder2", "StableLm", "Cohere", "Granite", "Helium", "Glm", "Nemotron", "Persimmon", "Exaone4", "Lfm2",
+    "GPTBigCode", "Mpt", "BitNet", "BioGpt", "Apertus", "MiniMax",
+):  # fmt: skip
+    hf_model(family, "ForCausalLM", TOKENS, **SMALL, **GROUPED)
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+for family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss", "Phimoe", "JetMoe"):
+    hf_model(family, "ForCausalLM", TOKENS, **SMALL, **GROUPED, **EXPERTS, shared_expert_intermediate_size=16)
+hf_model(
+    "DeepseekV3", "ForCausalLM", TOKENS, **SMALL, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
+    kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+)  # fmt: skip
+NO_CACHE = {"input_ids": ids(2, 10), "use_cache": False}
+for family in ("Mamba", "FalconMamba", "Rwkv"):
+    hf_model(family, "ForCausalLM", NO_CACHE, **SMALL, state_size=4, attention_hidden_size=32)
+hf_model("Mamba2", "ForCausalLM", NO_CACHE, **SMALL, state_size=4, num_heads=8, head_dim=8, n_groups=2, chunk_size=8)
+for family in ("ViTMSN", "IJepa", "Dinov2WithRegisters", "BlipVision", "Aimv2Vision", "InternVLVision", "VitDet"):
+    hf_model(family, "Model", PIXELS, **VISION)
+hf_model("SamVision", "Model", PIXELS, **VISION, output_channels=16, window_size=2, global_attn_indexes=[3], mlp_dim=48)
+hf_model(
+    "Swinv2",
+    "Model",
+    PIXELS,
+    6,
+    image_size=32,
+    patch_size=4,
+    embed_dim=16,
+    depths=[4, 2],
+    num_heads=[2, 2],
+    window_size=4,
+)
+hf_model("CLIPText", "Model", TOKENS, **SMALL, max_position_embeddings=40)
+for family in ("WavLM", "Wav2Vec2Conformer", "SEW"):
+    hf_model(family, "Model", {"input_values": fixed(2, 800)}, **SPEECH)
+for family in ("MBart", "Blenderbot", "M2M100"):
+    hf_model(family, "Model", PAIR, 6, **SEQ)
+for family in ("UMT5", "LongT5"):
+    hf_model(
+        family, "Model", PAIR, 6, vocab_size=64, d_model=32, d_ff=48, d_kv=8, num_layers=3, num_heads=4, dropout_rate=0.1,
+        pad_token_id=0, eos_token_id=2, decoder_start_token_id=0,
+    )  # fmt: skip
+
 # PyTorch itself --------------------------------------------------------------------------------------------------------
 
 
@@ -493,3 +563,113 @@ for first in (False, True):
         },
         6,
     )
+
+# by a trial: diffusers, MONAI, PyTorch Geometric -----------------------------------------------------------------------
+
+LATENT: dict[str, Any] = {"hidden_states": fixed(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "return_dict": False}
+PATCHED: dict[str, Any] = {
+    "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 4, "norm_num_groups": 4,
+    "sample_size": 8, "patch_size": 2, "dropout": 0.1,
+}  # fmt: skip
+U_NET: dict[str, Any] = {
+    "sample_size": 16,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "dropout": 0.1,
+}
+add(
+    "diffusers DiT",
+    lambda: diffusers.DiTTransformer2DModel(**PATCHED, num_embeds_ada_norm=10),
+    {**LATENT, "class_labels": torch.tensor([1, 2])},
+    4,
+    trial=True,
+)
+add(
+    "diffusers PixArt",
+    lambda: diffusers.PixArtTransformer2DModel(
+        **PATCHED, cross_attention_dim=16, caption_channels=12, use_additional_conditions=False
+    ),
+    {
+        **LATENT,
+        "encoder_hidden_states": fixed(2, 5, 12),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    },
+    4,
+    trial=True,
+)
+add(
+    "diffusers U-Net",
+    lambda: diffusers.UNet2DModel(
+        **U_NET,
+        layers_per_block=3,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ),
+    {"sample": fixed(2, 3, 16, 16), "timestep": torch.tensor([1, 2]), "return_dict": False},
+    11,
+    trial=True,
+)
+add(
+    "diffusers Stable Diffusion's U-Net",
+    lambda: diffusers.UNet2DConditionModel(
+        **U_NET, layers_per_block=2, cross_attention_dim=12, transformer_layers_per_block=3,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ),
+    {"sample": fixed(2, 4, 16, 16), "timestep": torch.tensor([1, 2]), "encoder_hidden_states": fixed(2, 5, 12), "return_dict": False},
+    16,
+    trial=True,
+)  # fmt: skip
+add(
+    "monai SegResNet",
+    lambda: monai.SegResNet(
+        spatial_dims=3, init_filters=8, out_channels=2, blocks_down=(2, 3), blocks_up=(2,), dropout_prob=0.1
+    ),
+    fixed(1, 1, 8, 8, 8),
+    7,
+    trial=True,
+)
+add(
+    "monai SegResNetDS",
+    lambda: monai.SegResNetDS(spatial_dims=3, init_filters=8, out_channels=2, blocks_down=(3, 3)),
+    fixed(1, 1, 8, 8, 8),
+    6,
+    trial=True,
+)
+
+
+def rearranged(x: Tensor, pattern: str) -> Tensor:
+    """`einops.rearrange` where nothing but the order of dimensions changes; all that SwinUNETR asks of it."""
+    before, after = (side.split() for side in pattern.split("->"))
+    return x.permute([before.index(name) for name in after])
+
+
+def swin_unetr() -> nn.Module:
+    require("monai.networks.nets.swin_unetr").rearrange = rearranged
+    return monai.SwinUNETR(
+        1, 2, depths=(2, 2, 2, 2), num_heads=(2, 2, 2, 2), feature_size=12, window_size=2, spatial_dims=2
+    )  # type: ignore[no-any-return]
+
+
+add("monai SwinUNETR", swin_unetr, fixed(1, 1, 64, 64), 8, trial=True)
+
+
+class DeepGCN(nn.Module):
+    """Layers of DeeperGCN, which normalise before they convolve."""
+
+    def __init__(self, block: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            convolution = geometric.GENConv(8, 8, norm="layer")
+            self.layers.append(geometric.DeepGCNLayer(convolution, nn.LayerNorm(8), nn.ReLU(), block, dropout=0.1))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edges)
+        return x
+
+
+EDGES = torch.randint(0, 12, (2, 40), generator=torch.Generator().manual_seed(5))
+for label in ("res+", "res"):
+    add(f"geometric DeepGCN {label}", partial(DeepGCN, label), (fixed(12, 8), EDGES), 4, trial=True)

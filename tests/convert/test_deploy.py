@@ -172,7 +172,7 @@ def test_architectures(name: str) -> None:
     model = architecture.make().eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        exact = architecture.call(rg.convert(model, gamma=0.5))
+        exact = architecture.call(architecture.convert(model, gamma=0.5))
         found = architecture.call(rg.deploy(model))
     assert near(found, exact, 1e-5)
 

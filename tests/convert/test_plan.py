@@ -16,6 +16,8 @@ from torch import nn
 import retrograde as rg
 from conversion import anatomy
 from retrograde.convert.distance import TOLERANCE
+from retrograde.convert.plan import Row
+from retrograde.memory import Peak
 
 
 def encoder(layers: int = 8) -> nn.Module:
@@ -162,14 +164,15 @@ def test_reverse_does_not_grow_with_depth() -> None:
 
 def test_printed() -> None:
     plan = planned("resnet")
-    title, _, header, *lines = str(plan).splitlines()
+    verdict, _, title, _, header, *lines = str(plan).splitlines()
+    assert verdict == plan.verdict
     assert title == "ResNet: 5 blocks in 2 momentum stages, gamma = 0.9"
-    table = lines[: lines.index("")]
-    assert len(table) == len(plan.rows)
+    table = lines[: len(plan.rows)]
+    assert "left out; changes the shape of its input (downsample)" in " ".join(" ".join(lines).split())
     for column in ("form", "mode"):  # text begins where its header does; numbers end there
         at = header.index(column)
         assert all(line[at - 1] == " " and line[at] != " " for line in table)
-    end = header.index("plain keeps") + len("plain keeps")
+    end = header.index("plain") + len("plain")
     assert all(line[end - 1] != " " and line[end] == " " for line in table)
     assert any("parameters" in line for line in lines)
 
@@ -270,3 +273,74 @@ def test_wrong_options_leave_the_model_alone() -> None:
     with pytest.raises(AssertionError, match="expecting embedding dimension"):  # the model itself fails on it
         rg.plan(model, torch.randn(8, 64, 7))
     assert anatomy(model) == before
+
+
+def told(plain: int, checkpoint: int, auto: int, mode: str = "reverse", room: int | None = None) -> str:
+    """The verdict on such peaks."""
+    peaks = {"plain": plain, "checkpoint": checkpoint, "reverse": auto, "auto": auto}
+    times = {"plain": 1.0, "checkpoint": 1.3, "reverse": 1.365, "auto": 1.365}
+    row = Row("blocks", 9, "block", plain, auto, mode)
+    made = {way: Peak(10**6 * peak, 0) for way, peak in peaks.items()}
+    return rg.Plan(
+        "Model", 0.9, (row,), made, times, "auto", 0, 0, 0, room=None if room is None else 10**6 * room
+    ).verdict
+
+
+def test_the_verdict() -> None:
+    assert told(100, 40, 20) == "converting saves 50 % over checkpointing at about 1.05× its time"
+    assert told(100, 40, 39, "checkpoint") == "checkpointing is as good here: stages are short"
+    assert told(100, 40, 45, "checkpoint") == "checkpointing is as good here: stages are short"
+    assert told(100, 40, 39) == "checkpointing is as good here: the peak is outside of the stages"
+    assert told(100, 99, 98).startswith("plain is as good here")
+    assert told(100, 40, 20, room=106) == "plain fits: nothing to do (105.0 MB of 106.0 MB)"
+    assert told(100, 40, 20, room=50) == "converting saves 50 % over checkpointing at about 1.05× its time"
+    assert told(100, 40, 20, room=30) == "converting fits where checkpointing does not, at about 1.05× its time"
+    assert told(100, 40, 20, room=20) == "nothing fits: the least is 21.0 MB, and there are 20.0 MB"
+
+
+@pytest.mark.parametrize("memory", ["auto", "store", 10**9])
+def test_a_conversion_that_saves_nothing_is_never_advised(memory: str | int) -> None:
+    plan = rg.plan(encoder(3), torch.randn(8, 64, 32), memory=memory)
+    assert not plan.verdict.startswith("converting")
+    assert plan.verdict.startswith("plain fits: nothing to do" if memory == 10**9 else "checkpointing is as good here")
+
+
+def test_the_times_are_relative_to_plain() -> None:
+    times = planned("encoder of 16").times
+    assert times["plain"] == 1
+    assert 1.2 < times["checkpoint"] < times["reverse"] < 1.6
+
+
+def test_every_line_fits_80_columns() -> None:
+    names = nn.ModuleDict(
+        {"a_part_of_the_model_with_a_long_name": nn.ModuleDict({"and_another_one_within_that": encoder(8)})}
+    )
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = names
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.inner["a_part_of_the_model_with_a_long_name"]["and_another_one_within_that"](x)
+            return y
+
+    for plan in (rg.plan(Model(), torch.randn(8, 64, 32), memory=7_000_000), planned("resnet")):
+        assert max(map(len, str(plan).splitlines())) <= 80, str(plan)
+
+
+def test_a_model_that_looks_at_its_mask() -> None:
+    """PyTorch's encoder asks whether a mask is causal; without values it is taken not to be."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+            return y
+
+    plan = rg.plan(Masked(), torch.randn(8, 64, 32))
+    assert [row.blocks for row in plan.stages] == [8]
+    assert plan.peaks["auto"].peak < plan.peaks["plain"].peak

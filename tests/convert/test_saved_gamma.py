@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import fixed, hf, ids, timm, tv
 from torch import Tensor, nn
 
 import retrograde as rg
 from problems import Mlp
 from retrograde.convert.convert import stages_of
+from retrograde.extras import require
 from retrograde.nets.resnet import resnet
 
 FIXED = rg.FixedPoint(18, torch.int32)
@@ -156,6 +159,101 @@ def test_networks_of_our_own(name: str) -> None:
         loaded(resnet(18, size="cifar", width=4, classes=3), state)  # the plain network cannot know
 
 
+# files of each ecosystem -------------------------------------------------------------------------------------------------
+
+
+def resnet_of(gamma: float, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = tv.resnet.ResNet(tv.resnet.BasicBlock, (4, 1, 1, 1), num_classes=5)
+    return rg.convert(model, gamma=gamma, fixed_point=FIXED).eval()
+
+
+def vit_of(gamma: float, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return rg.convert(MODELS["timm"][0](), gamma=gamma, fixed_point=FIXED).eval()
+
+
+def by_torch(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    torch.save(model.state_dict(), path)
+    return lambda other: other.load_state_dict(torch.load(path, weights_only=True))
+
+
+def by_ddp(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    torch.save(nn.parallel.DistributedDataParallel(model).state_dict(), path)
+    return lambda other: nn.parallel.DistributedDataParallel(other).load_state_dict(torch.load(path, weights_only=True))
+
+
+def by_safetensors(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    from safetensors.torch import load_model, save_model
+
+    save_model(model, str(path))
+    return lambda other: load_model(other, str(path))
+
+
+def by_timm(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    """As its train.py saves, and `create_model(checkpoint_path=…)` loads."""
+    torch.save({"state_dict": model.state_dict(), "epoch": 3}, path)
+    return lambda other: timm.models.load_checkpoint(other, str(path))
+
+
+def by_accelerate(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    accelerate = require("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(model), str(path))
+    return lambda other: accelerate.load_checkpoint_in_model(other, str(path))
+
+
+def by_lightning(model: nn.Module, path: Path) -> Callable[[nn.Module], Any]:
+    lightning = require("lightning")
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, barebones=True)
+
+    class Task(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+    trainer.strategy.connect(Task(model))
+    trainer.save_checkpoint(path)
+    return lambda other: Task.load_from_checkpoint(path, net=other)
+
+
+FILES: dict[str, tuple[Any, Callable[..., Any], bool]] = {  # ..., whether they say γ
+    "torchvision, torch.save": (resnet_of, by_torch, True),
+    "torchvision, DDP": (resnet_of, by_ddp, True),
+    "torchvision, safetensors": (resnet_of, by_safetensors, False),
+    "timm": (vit_of, by_timm, False),
+    "timm, torch.save": (vit_of, by_torch, True),
+    "timm, Lightning": (vit_of, by_lightning, True),
+    "timm, Accelerate": (vit_of, by_accelerate, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # those of Lightning, of workers and paths
+@pytest.mark.parametrize("name", FILES)
+def test_files(name: str, tmp_path: Path) -> None:
+    """Equal bits where the model is converted with the same γ. With another, a warning, if the file says."""
+    make, save, says = FILES[name]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = make(0.25)
+        exact = model(IMAGES)
+        load = save(model, tmp_path / "file.pth")
+        for gamma in (0.25, 0.5):
+            again = make(gamma, seed=1)
+            assert not torch.equal(again(IMAGES), exact)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                load(again)
+            told = [str(w.message) for w in caught if "another network" in str(w.message)]
+            stages = [stage for stage in stages_of(again) if not stage.checkpointed]
+            assert len(told) == (len(stages) if says and gamma != 0.25 else 0)
+            assert torch.equal(again.eval()(IMAGES), exact) == (gamma == 0.25)
+    finally:
+        dist.destroy_process_group()
+        if "accelerate" in name.lower():
+            require("accelerate.state").AcceleratorState._reset_state(True)
+
+
 # transformers ----------------------------------------------------------------------------------------------------------
 
 SMALL: Any = {
@@ -279,6 +377,23 @@ def test_adapters_of_peft(tmp_path: Path) -> None:
     assert stages_of(rg.convert(again))[0].gamma == Fraction(1, 4)
 
 
+def test_adapters_alone(tmp_path: Path) -> None:
+    """Their file knows nothing of the model below. Saved with it, or converted with the same γ, it is the network that was trained."""
+    peft = require("peft")
+    adapters = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(rg.convert(llama(), gamma=0.25, fixed_point=FIXED), adapters).eval()
+    exact = logits(model)
+    model.save_pretrained(tmp_path / "adapters")
+    model.get_base_model().config.save_pretrained(tmp_path / "config")
+    plain = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters").eval()
+    assert not torch.equal(logits(plain), exact)
+    assert torch.equal(logits(rg.convert(plain, gamma=0.25, fixed_point=FIXED)), exact)
+    base = llama()
+    base.config = hf.AutoConfig.from_pretrained(tmp_path / "config")  # says γ
+    again = peft.PeftModel.from_pretrained(rg.convert(base, fixed_point=FIXED), tmp_path / "adapters").eval()
+    assert torch.equal(logits(again), exact)
+
+
 def test_blocks_that_the_model_does_not_have() -> None:
     model = llama()
     model.config.retrograde = {"stages": [{**SAVED, "blocks": "model.layers.0-9"}]}
@@ -289,3 +404,14 @@ def test_blocks_that_the_model_does_not_have() -> None:
         rg.convert(model)
     rg.convert(rg.revert(model), gamma=0.25)
     assert model.config.retrograde == {"stages": [SAVED]}
+
+
+def test_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(snippet, "docs/saving.md", "exec"), {})
+    assert len(caught) == 4  # stages
+    assert all("saved with gamma = 1/4, and it has gamma = 1/8" in str(w.message) for w in caught)

@@ -21,7 +21,7 @@ from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.metrics import Metrics, Record, read_metrics
 from retrograde_experiments.progress import Quiet
 from retrograde_experiments.registry import MODULES, load
-from retrograde_experiments.report import rows
+from retrograde_experiments.report import FIGURE, _row, markdown, paper, rows
 from retrograde_experiments.run import available, reproduce
 
 TINY = table1.Config(networks=("RevNet", "Momentum ResNet"), repeats=1)
@@ -230,3 +230,31 @@ def test_the_command_line_says_it_in_a_line(tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["reproduce", "--list"])
     assert listed.exit_code == 0
     assert all(name in listed.output for name in MODULES)
+
+
+@pytest.mark.parametrize("values", [[], [1], "x", None, {"gamma": {}}])
+def test_a_config_of_another_kind_is_refused(values: Any) -> None:
+    with pytest.raises(ExperimentError, match=r"a config gives each setting its value|gamma takes a value"):
+        from_json(load("rings").Config, values)
+
+
+@pytest.mark.parametrize("name", [store.CONFIG, store.METRICS])
+def test_json_that_is_nested_too_deeply_is_damaged(finished: Path, name: str) -> None:
+    (finished / name).write_bytes(b"[" * 100_000 + b"]" * 100_000 + b"\n")
+    with pytest.raises(ExperimentError, match="damaged"):
+        store.read_config(finished) if name == store.CONFIG else read_metrics(finished)
+
+
+def test_a_report_follows_no_link_and_repeats_no_markup(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("secret")
+    folder = tmp_path / "runs" / "table1"
+    shutil.copytree(finished, folder)
+    (folder / FIGURE).unlink(missing_ok=True)
+    (folder / FIGURE).symlink_to(tmp_path / "private")
+    stored = json.loads((folder / store.CONFIG).read_text())
+    stored["command"] = "x` <script>\n# heading"
+    (folder / store.CONFIG).write_text(json.dumps(stored))
+    row = _row("table1", paper()["table1"], folder)
+    assert row.figure is None
+    text = markdown([row], tmp_path)
+    assert "`x <script> # heading`" in text

@@ -1,7 +1,9 @@
 """`measure`: one training step of any model, which is left as it was found."""
 
 import copy
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,13 +110,14 @@ def test_the_given_loss_is_the_one_that_is_trained() -> None:
         return F.mse_loss(y, target)
 
     measure(nn.Linear(2, 2), torch.ones(3, 2), loss=loss, repeats=4, warmup=2)
-    assert len(seen) == 2 + 1 + 4
+    assert len(seen) == 2 + 1 + 1 + 4  # the allocator is asked once, and the system once
 
 
 def test_report_reads_as_aligned_lines() -> None:
-    report = Report(8_400_000, 1_200_000, 812, 812, Times((0.0123,)), None)
+    report = Report(8_400_000, 1_200_000, 812, 812, Times((0.0123,)), None, 3_000_000)
     assert str(report).splitlines() == [
         "peak memory        8.4 MB",
+        "from the system    3.0 MB",
         "held for backward  1.2 MB",
         "parameters         812 B",
         "gradients          812 B",
@@ -136,3 +139,24 @@ def test_report_reads_as_aligned_lines() -> None:
 )
 def test_human(count: float, text: str) -> None:
     assert human(count) == text
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say")
+def test_resident_memory_sees_what_the_allocator_does_not() -> None:
+    """Here: memory of NumPy, which is no tensor. A step that stores activations makes the process grow by about them."""
+
+    class Beside(nn.Module):
+        def __init__(self, megabytes: int) -> None:
+            super().__init__()
+            self.linear, self.megabytes = nn.Linear(4, 4), megabytes
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            np.ones(self.megabytes * 125_000).sum()
+            y: torch.Tensor = self.linear(x)
+            return y
+
+    reports = [measure(Beside(n), torch.ones(2, 4), repeats=1) for n in (0, 200)]
+    assert reports[0].peak == reports[1].peak
+    small, large = (report.resident or 0 for report in reports)
+    assert 150e6 < large - small < 250e6
+    assert "from the system" in str(reports[1])

@@ -101,7 +101,7 @@ def damage(place: Path) -> str | None:
                 return f"the SHA-256 of {name} differs from the one in {MANIFEST}"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return None if {f"{WEIGHTS[0]}.safetensors", STATE} <= manifest.keys() else f"{MANIFEST} does not list its files"
 

@@ -165,8 +165,10 @@ def _claim(folder: Path, setting: Setting) -> None:
             return
     try:
         there = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExperimentError(f"{path} is damaged ({error}). Restore it, or use another folder (--out).") from error
+    if not isinstance(there, dict):
+        raise ExperimentError(f"{path} is not the setting of a run. Restore it, or use another folder (--out).")
     there = LATER | there
     differ = [f"{k} is {there.get(k)!r} there and {wanted[k]!r} here" for k in wanted if there.get(k) != wanted[k]]
     if differ:
@@ -183,6 +185,9 @@ def main(arguments: list[str] | None = None, prog: str = "retrograde train") -> 
         result = train(setting)
     except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        raise SystemExit(130) from None
     if os.environ.get("RANK", "0") == "0":
         print(
             f"test loss {result['test_loss']:.4f}, accuracy {result['accuracy']:.2f} %; weights in {setting.out}/net.safetensors"

@@ -10,4 +10,5 @@ cpu         the kernels in compiled C (native compiles cpu.c)
 cuda        the kernels in Triton
 shapes      the kernels on tensors without values: nothing to compute
 hash        a 64-bit hash of a tensor
+sample      the hash of some elements of several tensors, in one call
 """

@@ -50,7 +50,9 @@ def as_ratios(gamma: Any, depth: int) -> tuple[Fraction, ...]:
     """One ratio per layer, from one number for all or one number each."""
     if isinstance(gamma, torch.Tensor):
         if gamma.requires_grad:
-            raise TypeError("gamma is a fixed ratio and cannot be learned; got a tensor that requires a gradient. Pass float(gamma).")
+            raise TypeError(
+                "gamma is a fixed ratio and cannot be learned; got a tensor that requires a gradient. Pass float(gamma)."
+            )
         gamma = gamma.tolist()
     if not isinstance(gamma, Iterable) or isinstance(gamma, str):
         return (as_ratio(gamma),) * depth

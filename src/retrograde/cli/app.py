@@ -94,11 +94,11 @@ def demo(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="of torchvision, timm, transformers or the hub, or module:function giving model (and example)")],
+    model: Annotated[str, typer.Argument(help="of torchvision, timm, transformers, the hub, or module:function giving it (and input)")],
     batch: Annotated[int, typer.Option(min=1, help="how many inputs a step takes")] = 32,
     size: Annotated[int | None, typer.Option(min=1, help="pixels of an image's side, or tokens of a text")] = None,
     gamma: Annotated[float, typer.Option(min=0, max=1)] = 1 / 8,
-    budget: Annotated[str, typer.Option(help="memory to fit into, as 24GB: shows the largest batch and length each way")] = "",
+    budget: Annotated[str, typer.Option(help="memory to fit into, as 24GB; shows what fits")] = "",
     amp: Annotated[str, typer.Option(help="mixed precision: bf16 or fp16")] = "",
     optimizer: Annotated[str, typer.Option(help="whose state to count: none, sgd (with momentum), adamw, adamw8bit, lion, …")] = "none",
     lora_rank: Annotated[int, typer.Option(min=0, help="train adapters of this rank alone")] = 0,

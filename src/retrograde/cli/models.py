@@ -36,7 +36,9 @@ class Source:
     name: str
     build: Callable[[], nn.Module]
     example: Callable[[nn.Module, int, int | None], Any]  # of the model, the batch size and the size of an input
-    sizes: str = ""  # what is counted by the size of an input: "side" of an image, "length" of a text; "" if it has none
+    sizes: str = (
+        ""  # what is counted by the size of an input: "side" of an image, "length" of a text; "" if it has none
+    )
     usual: Callable[[nn.Module], int] | None = None  # the size where none is given
     most: Callable[[nn.Module], int | None] = lambda model: None
 
@@ -95,7 +97,9 @@ def source(name: str) -> Source:
         if found is not None:
             return found
     missing = [package for package, *_ in _LIBRARIES.values() if find_spec(package) is None]
-    where = f" Not installed, so not looked in: {', '.join(missing)} (pip install {' '.join(missing)})." if missing else ""
+    where = (
+        f" Not installed, so not looked in: {', '.join(missing)} (pip install {' '.join(missing)})." if missing else ""
+    )
     raise ValueError(
         f"no model is called {name!r}.{_near(name, _LIBRARIES)}{where} A model of yours is package.module:function."
     )
@@ -135,7 +139,12 @@ def _transformers(name: str) -> Source | None:
     reads = hasattr(config, "vocab_size")
     usual = (lambda model: 512) if reads else lambda model: _side(model.config)
     return Source(
-        f"transformers {name}", lambda: head.from_config(config), _of_config, "length" if reads else "side", usual, _positions
+        f"transformers {name}",
+        lambda: head.from_config(config),
+        _of_config,
+        "length" if reads else "side",
+        usual,
+        _positions,
     )
 
 
@@ -234,7 +243,8 @@ class _Adapted(nn.Module):
 
     def __init__(self, layer: nn.Module, rank: int) -> None:
         super().__init__()
-        given, made = layer.weight.shape if type(layer).__name__ == "Conv1D" else layer.weight.shape[::-1]  # type: ignore[misc, union-attr]
+        shape: tuple[int, int] = layer.weight.shape  # type: ignore[assignment]
+        given, made = shape if type(layer).__name__ == "Conv1D" else shape[::-1]
         self.layer, self.a, self.b = layer, nn.Linear(given, rank, bias=False), nn.Linear(rank, made, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`retrograde plan MODEL`: what to do, what would be converted, the memory of a step each way, and the largest batch and length that fit."""
+"""`retrograde plan MODEL`: what to do, what would be converted, the memory of a step each way, and what fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ AMP = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT_BITS = 1 + 4 / 256
 """Bytes of a number in an 8-bit optimizer: blocks of 256 share a float32."""
 OPTIMIZERS: dict[str, float] = {
-    "none": 0, "sgd": 4, "lion": 4, "adam": 8, "adamw": 8, "lion8bit": EIGHT_BITS, "adam8bit": 2 * EIGHT_BITS, "adamw8bit": 2 * EIGHT_BITS
+    "none": 0, "sgd": 4, "lion": 4, "adam": 8, "adamw": 8, "lion8bit": EIGHT_BITS,
+    "adam8bit": 2 * EIGHT_BITS, "adamw8bit": 2 * EIGHT_BITS,
 }  # fmt: skip
 """Bytes of state per trained float32 parameter. "sgd" is with momentum."""
 
@@ -65,11 +66,11 @@ def main(
         made = replace(made, room=available - (totals["plain"] - made.peaks["plain"].peak))
         other = batch // 2 if batch > 3 else 2 * batch  # a second batch shows how memory grows with the batch
         batches = {other: needed(planned(other, size)), batch: totals}
-        columns["largest batch"] = _largest(batches, available)
+        columns["max batch"] = _largest(batches, available)
         if size is not None and chosen.sizes:
             try:
                 sizes = {n: needed(planned(batch, n)) for n in (size // 4, size // 2)} | {size: totals}
-                columns[f"largest {chosen.sizes}"] = _largest(sizes, available, chosen.most(model))
+                columns[f"max {chosen.sizes}"] = _largest(sizes, available, chosen.most(model))
             except ValueError:  # a model of one size: there is nothing to say
                 pass
     header, *rows = made.summary()
@@ -124,7 +125,9 @@ def largest(needed: Mapping[int, int], available: int) -> int | None:
     """
 
     def memory(n: float) -> float:
-        return sum(m * math.prod((n - other) / (at - other) for other in needed if other != at) for at, m in needed.items())
+        return sum(
+            m * math.prod((n - other) / (at - other) for other in needed if other != at) for at, m in needed.items()
+        )
 
     most = max(needed)
     if memory(2 * most) <= memory(most):

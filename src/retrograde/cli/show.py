@@ -96,7 +96,11 @@ def reading(outcome: Outcome) -> Text:
     results = outcome.results.values()
     growth = [f"{result.peaks[deep] / result.peaks[shallow]:.1f}×" for result in results]
     grown = [human(result.resident) for result in results if result.resident is not None]
-    resident = f" At depth {max(next(iter(results)).peaks)} the process itself grew by {', '.join(grown)} (resident memory)." if grown else ""
+    resident = (
+        f" At depth {max(next(iter(results)).peaks)} the process itself grew by {', '.join(grown)} (resident memory)."
+        if grown
+        else ""
+    )
     return Text(
         f"× is the ratio to plain. Memory is the most allocated at once in a step on {outcome.setting.batch} images, beyond "
         f"parameters and gradients, every allocation counted; from depth {shallow} to {deep} it grew "

@@ -4,6 +4,7 @@ convert.py        convert, revert
 checkpointing.py  what takes the place of a model's own checkpointing
 saved.py          γ in the config of a transformers model
 deploy.py         deploy: the converted model in floats
+split.py          a layer in parts: attention and MLP as steps of their own; sums: where it adds to x
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
 block.py          one converted block: the same object, another class
 own.py            its own forward, as the steps of a stage call it

@@ -62,10 +62,11 @@ class Own:
         return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
 
     def modules(self) -> Iterator[nn.Module]:
-        if self.uses is None:
-            return self.block.modules()
-        own = [module for name, module in self.block._modules.items() if name in self.uses and module is not None]
-        return iter(dict.fromkeys((self.block, *(inside for module in own for inside in module.modules()))))
+        own = vars(self.block)
+        if self.uses is None or any(name in own and hasattr(type(self.block), name) for name in self.uses):
+            return self.block.modules()  # a method that was replaced on the object may use anything
+        used = [module for name, module in self.block._modules.items() if name in self.uses and module is not None]
+        return iter(dict.fromkeys((self.block, *(inside for module in used for inside in module.modules()))))
 
 
 class Spare:

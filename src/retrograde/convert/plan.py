@@ -104,7 +104,7 @@ class Plan:
         asked: the way that was asked for.
         parameters, gradients, batch: their bytes.
         gammas: the same model with every stage in reverse, at some γ.
-        room: bytes that there are for activations, if that is known: the budget, or what parameters, gradients and batch leave of a GPU.
+        room: bytes that there are for activations, if known: the budget, or what parameters, gradients and batch leave of a GPU.
     """
 
     model: str
@@ -192,14 +192,22 @@ class Plan:
 
     @property
     def besides(self) -> str:
-        return f"besides parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
+        return (
+            f"besides parameters {human(self.parameters)}, gradients {human(self.gradients)}, batch {human(self.batch)}"
+        )
 
     def text(self, summary: list[tuple[str, ...]], besides: str) -> str:
         """The plan for a terminal, with this table of memory."""
         why = "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.reasons())
         memory = f"{aligned(summary)}\n{textwrap.fill(besides, WIDTH)}"
         stages = aligned(self.table(), left=(0, 2, 5))
-        parts = (self.verdict, textwrap.fill(self.title, WIDTH), f"{stages}\n{why}".rstrip(), memory, aligned(self.by_gamma(), left=()))
+        parts = (
+            self.verdict,
+            textwrap.fill(self.title, WIDTH),
+            f"{stages}\n{why}".rstrip(),
+            memory,
+            aligned(self.by_gamma(), left=()),
+        )
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
@@ -275,7 +283,11 @@ def plan(
         asked = step(settings, choose(lambda plans: step(settings, plans).step, asked.step, budget, device_of(model)))
     results[mode] = asked
     device = device_of(model)
-    constant = bytes_of(model.parameters()), bytes_of(p for p in model.parameters() if p.requires_grad), bytes_of(tree_leaves(example))
+    constant = (
+        bytes_of(model.parameters()),
+        bytes_of(p for p in model.parameters() if p.requires_grad),
+        bytes_of(tree_leaves(example)),
+    )
     room = budget.bytes(device) if budget is not None else None
     if room is None and device.type == "cuda" and mode_of(model) is None:
         room = Budget(1.0, 1.0).bytes(device) - sum(constant)

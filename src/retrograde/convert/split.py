@@ -168,8 +168,7 @@ class _Cutter:
         self.cuts: list[tuple[ast.stmt, list[ast.stmt]]] = []  # with the statements after them
         self._collect(self.sums.body, [])
         if not self.cuts:
-            added = self.sums.names or self.sums.returned
-            raise Whole("it adds to x only once" if added else "no sum with x was found")
+            raise Whole("it does not add to x twice, one after the other")
         self.bodies = [self.sums.body, *(after for _, after in self.cuts)]
         self.bound = {node.id for body in self.bodies for node in names(body, ast.Store)}
         self.made: dict[int, Part] = {}

@@ -54,7 +54,6 @@ class Sums:
         body: the statements, without those for other layers of the class.
         names: of the statements that are sums, by their identity, the name that then is x.
         shaped: those of them in which x has another shape.
-        returned: whether a sum is returned as it is made.
         asked: what the layer answered.
     """
 
@@ -64,7 +63,6 @@ class Sums:
         self.asked: dict[str, Any] = {}
         self.names: dict[int, str] = {}
         self.shaped: set[int] = set()
-        self.returned = False
         self.fused = False
         body = self._answered(definition(function).body)
         self.body = _without_unread(body) if self.fused else body
@@ -139,7 +137,6 @@ class Sums:
                     kind = "" if value is None else self._kind(value, known)
                     if kind in ("", MADE):
                         raise Whole("what it returns is not known to be a sum with x")
-                    self.returned |= kind in (SUM, SHAPED_SUM)
                     return None
                 case ast.Raise():
                     return None
@@ -163,7 +160,7 @@ class Sums:
         if kind in (SUM, SHAPED_SUM):
             if len(targets) != 1 or not isinstance(targets[0], ast.Name):
                 raise Whole("a sum with x has several names")
-            known.update(dict.fromkeys(known, BEFORE))
+            known.update({name: BEFORE for name, was in known.items() if was})
             self.names[id(line)] = targets[0].id
             if kind == SHAPED_SUM:
                 self.shaped.add(id(line))

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..convert.block import place_of
 from ..extras import require
+from ..nets.saved import KEY, read
 from .reversible import Conversion
 
 Callback: Any = require("lightning").pytorch.callbacks.Callback
@@ -38,6 +40,8 @@ class Reversible(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.conversion.of(pl_module)
+        if self.conversion.points is not None:
+            pl_module.register_load_state_dict_pre_hook(_as_saved)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.conversion.begin(pl_module)
@@ -53,3 +57,13 @@ class Reversible(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.saved = state_dict or None
+
+
+def _as_saved(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Set γ to that of the weights that are loaded: where it moves, it is not what the model was converted with."""
+    metadata = getattr(state_dict, "_metadata", {})
+    for path, block in module.named_modules():
+        place = place_of(block)
+        described = metadata.get(prefix + path, {}).get(KEY)
+        if place is not None and described is not None:
+            place.stage.gamma = read(described["gamma"])

@@ -85,14 +85,16 @@ class Meter(TorchDispatchMode):
 
 
 def _convolution(args: Any, out: Any, backward: bool) -> int:
-    """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay as they
-    are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
+    """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay
+    as they are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
     """
     y, x, weight = args[:3] if backward else (out, *args[:2])
     if x.device.type != "cpu" or math.prod((*weight.shape[2:], *args[3 + backward])) == 1:
         return 0
     inside = _in_blocks(y) + _in_blocks(x if x.shape[1] > 3 else y)
     inside += (1 if weight.is_contiguous() else 1 + backward) * weight.numel()
+    if x.dim() == 3 and not x.is_contiguous():
+        inside += x.numel() + backward * y.numel()
     return int(x.element_size()) * inside
 
 
@@ -101,7 +103,7 @@ def _in_blocks(t: Tensor) -> int:
 
 
 def _product(a: Tensor, b: Tensor) -> int:
-    """Of bfloat16 on a CPU: each thread has factors and output in blocks, at most 96 kB of them; the first factor again if transposed."""
+    """Of bfloat16 on a CPU: each thread has factors and output in blocks, up to 96 kB; a transposed first factor twice."""
     if a.device.type != "cpu" or a.dtype != torch.bfloat16:
         return 0
     (m, k), n = a.shape[-2:], b.shape[-1]
@@ -158,6 +160,7 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "div.Tensor": _promoted,
     "mean.dim": _averaged,
     "abs": lambda args, out: _on_cpu(args[0]) if args[0].is_complex() else 0,
+    "upsample_nearest2d": lambda args, out: _on_cpu(args[0]) + _on_cpu(out),
     "native_batch_norm_backward": lambda args, out: _on_cpu(args[1]),
     "linalg_matrix_exp": lambda args, out: _on_cpu(args[0], 12.5),
     "_fft_r2c": lambda args, out: _on_cpu(args[0]),
@@ -169,8 +172,8 @@ _INSIDE: dict[str, Callable[[Any, Any], int]] = {
     "_scaled_dot_product_efficient_attention_backward": _of_queries,
     "_scaled_dot_product_cudnn_attention_backward": _of_queries,
 }  # fmt: skip
-"""By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds up
-the gradient of its queries in float32."""
+"""By operator, the bytes that its kernel allocates inside, from its arguments and its output: measured. On a GPU fused attention adds
+up the gradient of its queries in float32."""
 INSIDE: dict[Any, Callable[[Any, Any], int]] = {}
 for _name, _of in _INSIDE.items():
     _packet, _, _overload = _name.partition(".")

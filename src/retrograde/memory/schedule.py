@@ -243,7 +243,8 @@ def within(budget: int, links: Sequence[Choice], given: str) -> Choice:
 def estimated(order: Sequence[tuple[Track, int]], gradients: int, outside: Sequence[int] = ()) -> list[int]:
     """The usage of a step of which only the forward pass was observed. The tracks are given their intervals.
 
-    Backward of a block has at hand its tensors, the gradients of at most two of the largest, and those of x and v.
+    Backward of a block has at hand its tensors, the gradients of at most two of the largest, those of x
+    and v, and in 16 bits their sums.
 
     Args:
         order: the blocks in the order they ran: their stack, and their number in it.
@@ -262,7 +263,7 @@ def estimated(order: Sequence[tuple[Track, int]], gradients: int, outside: Seque
         started.add(id(track))
         track.forward[k], track.backward[k] = i, 2 * len(order) - i
         ahead.append(held + beside + track.saved[k] + 4 * unit)
-        alone = beside + track.saved[k] + 2 * track.largest[k] + 4 * unit
+        alone = beside + track.saved[k] + 2 * track.largest[k] + 6 * unit
         back.append(held + gradients + max(alone, 2 * outside[i]))
         held += keeps
     keeps_last = keeps - beside if order else 0  # the last block's input is still at hand

@@ -43,13 +43,13 @@ class Report:
     def __str__(self) -> str:
         lines = {
             "peak memory": human(self.peak),
-            "resident, or reserved": "unknown" if self.resident is None else human(self.resident),
+            "from the system": "not known" if self.resident is None else human(self.resident),
             "held for backward": human(self.held),
             "parameters": human(self.parameters),
             "gradients": human(self.gradients),
             "step time": str(self.times),
         }
-        return "\n".join(f"{name:<21} {value}" for name, value in lines.items())
+        return "\n".join(f"{name:<18} {value}" for name, value in lines.items())
 
 
 def measure(

@@ -12,9 +12,9 @@ can be neither read nor set: blocks that draw from one are refused then (`cuda.U
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from .cuda import capturing_on
 
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
+all_at_once = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end in one call into C. No signal comes in between where each of its steps is one, too."""
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
 Places = tuple[list[tuple[int, int]], list[Tensor]]
 _latest: list[tuple[Tensor, Tensor]] = []  # the last state seen of the CPU's generator, and as words
@@ -101,12 +103,16 @@ class Generators:
 
     def put(self, places: Places) -> None:
         """Let them stand there again."""
-        for g, (seed, offset) in zip(self.counted, places[0], strict=True):
-            if g.initial_seed() != seed:
-                g.manual_seed(seed)
-            g.set_offset(offset)
-        for g, state in zip(self.others, places[1], strict=True):
-            g.set_state(state)
+        all_at_once(self.putting(places))
+
+    def putting(self, places: Places) -> Iterator[Any]:
+        """The calls by which they stand there again."""
+        counted, states = places
+        return chain(
+            map(torch.Generator.manual_seed, self.counted, [seed for seed, _ in counted]),
+            map(torch.Generator.set_offset, self.counted, [offset for _, offset in counted]),
+            map(torch.Generator.set_state, self.others, states),
+        )
 
 
 def _default(device: torch.device) -> Any:
@@ -136,10 +142,13 @@ def autocast_state(device: str) -> Autocast:
     return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]
 
 
-def autocast_as(noted: Autocast, now: Autocast) -> ExitStack:
-    """A context in which autocast is set as noted."""
-    stack = ExitStack()
-    for device, enabled, dtype, cache in noted:
-        if (device, enabled, dtype, cache) not in now:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-    return stack
+def autocast_put(noted: Autocast, now: Autocast) -> Iterable[Any]:
+    """The calls that set autocast as noted, if it is not so now."""
+    if noted == now:
+        return ()
+    devices, enabled, dtypes, caches = zip(*noted, strict=True)
+    return chain(
+        map(torch.set_autocast_enabled, devices, enabled),
+        map(torch.set_autocast_dtype, devices, dtypes),
+        map(torch.set_autocast_cache_enabled, caches[:1]),
+    )

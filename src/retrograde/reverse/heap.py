@@ -33,9 +33,9 @@ def give_back(x: Tensor) -> None:
     trim = malloc_trim()
     if trim is None:
         return
-    resident = resident()
-    if resident <= _least + GROWTH + 16 * x.nbytes:
-        _least = min(_least, resident)
+    now = resident()
+    if now <= _least + GROWTH + 16 * x.nbytes:
+        _least = min(_least, now)
         return
     trim(0)
     _least = NEVER_SEEN  # the next look sees what blocks take at a time, which was given back, too

@@ -8,10 +8,9 @@ memo; what is no longer as it was is looked up anew.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -26,8 +25,6 @@ from torch.nn.parameter import is_lazy
 from .extra import CONTAINERS, copied
 
 _training = attrgetter("training")
-_all_at_once = deque[Any](maxlen=0).extend
-"""Runs an iterator to its end in one call into C."""
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
 """Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
 
@@ -70,12 +67,11 @@ class Parts:
         noted = [(vars(self.modules[k]), names) for k, names in self.noted if names]
         return [{name: copied(of[name], copies, tensors) for name in names if name in of} for of, names in noted]
 
-    def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Two functions: to put what a replay is to find into the modules, and to put back what was there.
+    def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[Iterator[Any], Iterator[Any]]:
+        """The calls that put what a replay is to find into the modules, and those that put back what was there.
 
         Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
-        buffers, parameters) stands there as it was. Both functions are prepared, so that each is one call into C, in
-        which no signal can come in between (NOTE 4 of `replay`).
+        buffers, parameters) stands there as it was. They are for `all_at_once`.
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
@@ -97,7 +93,7 @@ class Parts:
         added = [(of, name) for of, other in zip(own, replay, strict=True) for name in other if name not in of]
         removed = map(dict.pop, [of for of, _ in added], [name for _, name in added], repeat(None))
         put_back = chain(map(dict.update, own, original), removed)
-        return partial(_all_at_once, map(dict.update, own, replay)), partial(_all_at_once, put_back)
+        return map(dict.update, own, replay), put_back
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

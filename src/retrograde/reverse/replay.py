@@ -13,8 +13,9 @@ NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape 
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
 NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
-    changes (`extra`) are put back around a replay, and restored after it. What belongs to the user's modules is
-    restored by single calls into C, each inside a `finally` of its own, so that Ctrl-C cannot come in between.
+    changes (`extra`) are put back around a replay, and restored after it: by one call into C, the first one of its `try`
+    or `finally`, so that Ctrl-C cannot come in between. (Python looks for signals where a function of its own begins, and
+    after each call.) What autograd saves is caught without `torch.autograd.graph.saved_tensors_hooks` for that reason.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `cuda.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
@@ -27,17 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
 from .cuda import Undrawn
-from .extra import Extra, autocast_as, autocast_state, copied, shared
+from .extra import Extra, all_at_once, autocast_put, autocast_state, copied, shared
 from .heap import give_back
 from .parts import Memo, parts_of
 
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from .tape import Tape
 
 version = attrgetter("_version")
+_set_grad = torch._C._set_grad_enabled
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _ADVICE = "So the block cannot be run again as it was. Change it before the forward or after the backward pass, or use memory='store'."
 WHEN_NOT_REPEATED = (
     "Make it deterministic (random numbers from torch's own generators, no state of its own, no atomics: "
@@ -87,7 +91,8 @@ class Call:
         self.recorded = torch.is_grad_enabled()
         before = x._version
         try:
-            with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
+            _push_hooks(pack, unpack)
+            with Undrawn() if self.generators.capturing else nullcontext():
                 y = self.block(x, *extra.args, **extra.kwargs)
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
@@ -96,6 +101,8 @@ class Call:
                 f"{self.name} calls torch.func.grad, vjp, jacrev or hessian, which PyTorch cannot run in a block that is run again in "
                 "backward. Use torch.autograd.grad(..., create_graph=True), or memory='store'."
             ) from error
+        finally:
+            _pop_hooks()
         self.writes = x._version != before
         self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
@@ -153,28 +160,25 @@ class Call:
         attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
         exchange, put_back = self.parts.exchanged(grad, attributes)
         autocast = autocast_state(x.device.type)
-        surroundings = nullcontext() if autocast == self.autocast else autocast_as(self.autocast, autocast)
+        nested = [] if autocast == self.autocast else [()]
+        before = chain(
+            exchange, self.generators.putting(self.places), starmap(torch.autocast_increment_nesting, nested),
+            autocast_put(self.autocast, autocast), map(_set_grad, [self.recorded]), map(_push_hooks, [hook], [unpack]),
+        )  # fmt: skip
+        after = chain(
+            starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), autocast_put(autocast, self.autocast),
+            starmap(torch.autocast_decrement_nesting, nested), starmap(torch.clear_autocast_cache, [()]),
+            self.generators.putting(now),
+        )  # fmt: skip
         try:  # NOTE 4
-            try:
-                try:
-                    exchange()
-                    self.generators.put(self.places)
-                    torch._C._set_grad_enabled(self.recorded)
-                    with surroundings, saved_tensors_hooks(hook, unpack):
-                        x = x.requires_grad_(self.requires_grad)
-                        x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
-                        y = self.block(x, *args, **kwargs)
-                except Enough:
-                    return None
-                finally:
-                    put_back()
-            finally:
-                torch._C._set_grad_enabled(grad)
+            all_at_once(before)
+            x = x.requires_grad_(self.requires_grad)
+            x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
+            y = self.block(x, *args, **kwargs)
+        except Enough:
+            return None
         finally:
-            try:
-                torch.clear_autocast_cache()  # NOTE 7
-            finally:
-                self.generators.put(now)
+            all_at_once(after)
         return y.detach() if isinstance(y, Tensor) else y
 
     def refuse_writes(self) -> None:

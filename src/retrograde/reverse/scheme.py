@@ -170,14 +170,17 @@ class State:
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Block k gave y: take the step, in a wider range if need be; the next block's input."""
         out = self.take(k, y)
-        return out if self.range.fits(k + 1) else self._take_wider(k, y, out)
-
-    def _take_wider(self, k: int, y: Tensor, out: Tensor) -> Tensor:
-        """Step k left the range: undo it, widen the range, and take it again."""
+        if self.range.fits(k + 1):
+            return out
         f = float(y.detach().abs().amax())
         if self.range.given or not math.isfinite(f):
             self.range.refuse(k + 1)
             return out
+        del out  # it is made anew, and may be as much as the step has room for
+        return self._take_wider(k, y, f)
+
+    def _take_wider(self, k: int, y: Tensor, f: float) -> Tensor:
+        """Step k left the range, by an output of up to f: undo it, widen the range, and take it again."""
         self.draw(k, None)
         self.undo(k, y, None)
         self.widen(k, *self.reach(k, f))

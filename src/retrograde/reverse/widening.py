@@ -58,11 +58,12 @@ def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
     """
     if by >= 8 * q.element_size() - 2:
         return torch.zeros_like(q), q.clone()
-    high = (q + ((1 << by) >> 1)) >> by
+    high = (q + ((1 << by) >> 1)).bitwise_right_shift_(by)
     narrow = next(
         dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1
     )
-    return high, (q - (high << by)).to(narrow)
+    rest = high << by
+    return high, torch.sub(q, rest, out=rest).to(narrow)
 
 
 def unshifted(high: Tensor, rest: Tensor, by: int) -> Tensor:
