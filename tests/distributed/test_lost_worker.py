@@ -138,6 +138,10 @@ FAILED: dict[str, Case] = {
     "fails in backward": partial(case_lost, "ddp", "reverse", fail, IN_BACKWARD),
     "fails in backward, checkpoint": partial(case_lost, "ddp", "checkpoint", fail, IN_BACKWARD),
 }
+LARGE: dict[str, Case] = {
+    "a large batch": partial(case_one_large_batch, "auto"),
+    "a large batch, the range given": partial(case_one_large_batch, rg.FixedPoint(12, torch.int32)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +151,7 @@ def failures() -> Outcomes:
     for name, case in FAILED.items():
         cases |= {name: case, f"after {name}": case_trains}
     cases["stands still"] = partial(case_lost, "ddp", "reverse", wait_for_the_other, IN_BACKWARD)
-    return launch(cases | {"after stands still": case_trains}, patience=PATIENCE)
+    return launch(cases | {"after stands still": case_trains} | LARGE, patience=PATIENCE)
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -177,7 +181,7 @@ def test_worker_that_stands_still_is_given_up(failures: Outcomes) -> None:
     failures.of("after stands still")
 
 
-@pytest.mark.parametrize("fixed_point", ["auto", rg.FixedPoint(12, torch.int32)])
-def test_one_rank_with_a_large_batch(fixed_point: Any) -> None:
-    zero, one = launch({"large": partial(case_one_large_batch, fixed_point)}, patience=PATIENCE).of("large")
+@pytest.mark.parametrize("name", LARGE)
+def test_one_rank_with_a_large_batch(failures: Outcomes, name: str) -> None:
+    zero, one = failures.of(name)
     assert zero == one > 0
