@@ -98,7 +98,7 @@ class CouplingNet(nn.Module):
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> CoupledState:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         run = self._run(x, Extra(args, kwargs))
-        held = run.state.fork()
+        held = run.state.copy()
         start = Coupling(x, self.recurrence, held.first_range(x)).hash()
         return CoupledState(run.rest(), held.fixed, held, int(start), run.tracked)
 
@@ -112,7 +112,7 @@ class CouplingNet(nn.Module):
                 f"this is not a state of this network: {depth}, against {len(self.blocks)} blocks here. Invert what "
                 "`encode` of the same network returned."
             )
-        held = state.held.fork()
+        held = state.held.copy()
         with copied_buffers(self.modules()), torch.set_grad_enabled(state.grad_mode):
             for k in reversed(range(len(self.blocks))):
                 x = held.pull(k)

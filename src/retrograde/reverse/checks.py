@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.hash import digest, words
+from ..arithmetic.hash import digest
 from ..arithmetic.kernels import kernels_for
 from ..errors import ReplayError
 from .cuda import check_capturable
@@ -133,7 +133,7 @@ class Checks:
             t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
             samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
         for seed, some in enumerate(samples.values()):
-            self.kernels.digest(words(torch.cat(some)), into, seed, sign)
+            self.kernels.digest(torch.cat(some), into, seed, sign)
 
 
 _NOT_REWOUND = (

@@ -130,6 +130,9 @@ class Coupling(State):
         self.x = fresh(x)
         self.gradient = CouplingGradient(recurrence, seen.fixed.work, self.x.shape)
 
+    def token(self) -> Tensor:
+        return self.blank.new_zeros(()).expand(self.x.shape)
+
     def token_of(self, k: int) -> int:
         return 1 - k % 2
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import Function
 
 from .checks import Checks
 from .cuda import SameThread
@@ -26,7 +27,7 @@ from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
 from .kept import Kept
-from .nodes import Enter, Leave, Rejoin, Step, applied, observed
+from .nodes import Enter, Leave, Rejoin, Step, observed
 from .parts import Memo
 from .recurrence import FORMS
 from .replay import Call, Frame
@@ -35,6 +36,7 @@ from .tape import Tape
 
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
+_take = super(Function, Step).apply  # type: ignore[misc] # without the look-up of function transforms, which are refused
 
 
 class Pass:
@@ -71,7 +73,6 @@ class Pass:
         self.device = x0.device
         self.inference = torch.is_inference_mode_enabled()
         self.plain = isinstance(state, Residual)
-        self.take = applied(Step)
         self.tokens: list[Tensor] = []
         self._record()
         if self.plain or not self.tracked:
@@ -102,9 +103,9 @@ class Pass:
             self._note_form(-1, form)
         y = self._output(block, extra, -1, "velocity")
         if self.tracked:
-            *self.tokens, self.x = self.take(y, self.state, -1, *self.tokens)
+            *self.tokens, self.x = _take(y, self.state, -1, *self.tokens)
         else:
-            self.x = self.state.advance(-1, y)
+            self.x = self.state.launch(y)
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
@@ -114,7 +115,7 @@ class Pass:
         if not self.plain and self.tape.at != k and self.state is self.tape.state:
             self.tape.go_on_from(k)  # a backward pass has been here in between
         if k == self.reversed and k:
-            self.state = self.state.fork()  # the tape stays here
+            self.state = self.state.copy(reversible=False)  # the tape stays here
         x = self.x
         self._rejoin_if_observed(x)
         y = self._output(block, extra, k, name or f"block {k}")
@@ -124,7 +125,7 @@ class Pass:
             self._rejoin_if_observed(x)  # the block may have put a hook on its input
             if torch.is_autocast_enabled(self.device.type):
                 torch.clear_autocast_cache()  # NOTE 7 of `replay`: else weights cast for the block stay until the end of forward
-            *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
+            *self.tokens, self.x = _take(y, self.state, k, *self.tokens)
         else:
             self.x = self.state.advance(k, y)
         self.k = k + 1

@@ -123,9 +123,13 @@ class Recurrence:
         return buffers(self.gammas)
 
     @cached_property
-    def straddles(self) -> dict[int, int]:
-        """Where a step takes bits to the buffer before its own, too, and how many."""
-        return straddles(self.gammas)
+    def places(self) -> list[tuple[int, torch.dtype | None, int]]:
+        """By step: where its information buffer begins, its dtype, and how many bits of the step go to the buffer before."""
+        begins, shared, found, begin = self.begins, straddles(self.gammas), [], 0
+        for k in range(len(self.gammas)):
+            begin = k if k in begins else begin
+            found.append((begin, begins[begin], shared.get(k, 0)))
+        return found
 
 
 def recurrence_of(gamma: Any, depth: int, form: str, narrow: bool) -> Recurrence:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import packed
+from .gradients import add, through_form
 from .launch import launched
-from .momentum import Momentum, MomentumGradient, add
+from .momentum import Momentum, MomentumGradient
 from .nodes import traced
 from .range import PassRange
 from .recurrence import Recurrence
@@ -56,7 +57,7 @@ class SignedGradient(MomentumGradient):
         if both is None:
             return [None, None], None
         gy = (both * (1 - self.gamma(k))).to(self.dtype)
-        gx, given = self.through_form(k, gx, gy)
+        gx, given = through_form(self, k, gx, gy)
         if traced(both):
             self.versions.pop(k, None)
         else:

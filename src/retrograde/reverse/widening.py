@@ -7,6 +7,7 @@ The rest, what is shifted out, is kept beside the state until backward, so nothi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,42 @@ class Widening:
         """By how many bits a tensor was shifted."""
         fewer = self.before.bits - self.after.bits
         return fewer + self.before.guard - self.after.guard if name in state.guarded else fewer
+
+
+def take_wider(state: State, k: int, y: Tensor, out: Tensor) -> Tensor:
+    """Step k left the range: undo it, widen the range, and take it again. `out` is what the step gave."""
+    f = float(y.detach().abs().amax())
+    if state.range.given or not math.isfinite(f):
+        state.range.refuse(k + 1)
+        return out
+    state.draw(k, None)
+    state.undo(k, y, None)
+    widen(state, k, *state.reach(k, f))
+    state.range.rows[k + 1].zero_()
+    out = state.take(k, y)
+    if not state.range.fits(k + 1):  # x does not fit its float
+        state.range.refuse(k + 1)
+    return out
+
+
+def widen(state: State, k: int, x: float, v: float) -> None:
+    """Before step k, make room for |x| and |v| up to these."""
+    widening = Widening(state, x, v)
+    if state.reversible:
+        state.widenings[k] = widening
+
+
+def pull_before(state: State, k: int) -> Tensor:
+    """`State.pull` of an input that was read in the range before a widening, or before step 0."""
+    if k >= 0:
+        state.draw(k, None)
+    if k not in state.widenings:
+        return state.decoded("x")
+    widening, name = state.widenings[k], state.input_name(k)
+    q = widening.narrowed(state, name)
+    out = torch.empty_like(q, dtype=state.dtype)
+    state.kernels.decode(q, 2.0**-widening.before.bits, out)
+    return out
 
 
 def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
