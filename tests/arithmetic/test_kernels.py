@@ -64,6 +64,16 @@ def test_the_c_kernels_are_there() -> None:
     assert native.function("advance") is not None
 
 
+def test_the_c_kernels_refuse_a_dtype_that_they_do_not_know() -> None:
+    x, v, i, y, out = state(NINE_TENTHS, (7,), torch.uint8, "contiguous", torch.float32, 0)
+    before, advance = x.clone(), cpu.kernels(torch.int32).advance
+    with pytest.raises(TypeError, match="do not take tensors of this dtype"):
+        advance(x, v, i, y.double(), torch.float32, 9, 10, 1.0, 1.0, 0, 0, out, torch.zeros(2), None, None, 0)
+    with pytest.raises(AttributeError):  # what is not a tensor
+        advance(x, v, i, "y", torch.float32, 9, 10, 1.0, 1.0, 0, 0, out, torch.zeros(2), None, None, 0)
+    assert torch.equal(x, before)
+
+
 def sizes(name: str) -> list[tuple[int, ...]]:
     small = [(0,), (1,), (7,), (3, 5), (2, 3, 4, 5)]
     return [*small, (65_537,), (2, 70_000)] if name == "cpu" else [*small, (1_025,), (2, 3_000)]

@@ -44,6 +44,7 @@ def another(library: Path) -> None:
     """A library that runs, put in its place: that of Python's own ctypes."""
     import _ctypes
 
+    library.unlink()
     shutil.copy(_ctypes.__file__, library)
 
 

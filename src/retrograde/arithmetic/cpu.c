@@ -263,15 +263,26 @@ static void bits(const float *restrict s, int64_t size, uint8_t *restrict mask) 
 static float steps(const job *j, int64_t from, int64_t size, const int32_t *restrict x, float *restrict step) {
     float y_room[PIECE], x0[PIECE], s[PIECE], worst = 0.0f;
     const float *restrict y = floats(j->y, from, size, y_room), scale = j->scale, unit = j->unit;
-    if (j->form) {
+    const int32_t single = j->seen == FLOAT32 && j->y.kind == FLOAT32;
+    if (j->form && !single) {
         for (int64_t e = 0; e < size; e++) x0[e] = (float)x[e] * unit;
         as_kind(j->seen, size, x0);
     }
     if (j->form == 2) {
-        for (int64_t e = 0; e < size; e++) s[e] = x0[e] + y[e];
-        as_kind(j->y.kind, size, s);
-        for (int64_t e = 0; e < size; e++) step[e] = rintf(((s[e] <= 0.0f ? 0.0f : s[e]) - x0[e]) * scale);
+        if (single) {
+            for (int64_t e = 0; e < size; e++) {
+                const float z = (float)x[e] * unit, sum = z + y[e];
+                s[e] = sum;
+                step[e] = rintf(((sum <= 0.0f ? 0.0f : sum) - z) * scale);
+            }
+        } else {
+            for (int64_t e = 0; e < size; e++) s[e] = x0[e] + y[e];
+            as_kind(j->y.kind, size, s);
+            for (int64_t e = 0; e < size; e++) step[e] = rintf(((s[e] <= 0.0f ? 0.0f : s[e]) - x0[e]) * scale);
+        }
         if (j->mask.at) bits(s, size, (uint8_t *)j->mask.at + from / 8);
+    } else if (j->form && single) {
+        for (int64_t e = 0; e < size; e++) step[e] = rintf((y[e] - (float)x[e] * unit) * scale);
     } else if (j->form) {
         for (int64_t e = 0; e < size; e++) step[e] = rintf((y[e] - x0[e]) * scale);
     } else {
@@ -436,6 +447,18 @@ static void carry(const carrying *j, int64_t from, int64_t size) {
     float *out = space(j->out, from, out_room), *gy = space(j->gy, from, gy_room);
     const uint8_t *mask = j->mask.at ? (uint8_t *)j->mask.at + from / 8 : 0;
     const uint8_t *after = j->after.at ? (uint8_t *)j->after.at + from / 8 : 0;
+    if (p && h && out && mask && j->gy.kind == FLOAT32 && j->cast.kind == FLOAT32) {
+        float *cast = (float *)j->cast.at + from;
+        for (int64_t k = 0; k < size; k++) {
+            const float x = p[k] + d[k], y = (x + h[k] * c) * gain;
+            const int32_t m = bit(mask, k);
+            gy[k] = y;
+            cast[k] = m ? y : 0.0f;
+            out[k] = m ? x : x - y;
+        }
+        put(j->out, from, size, out);
+        return;
+    }
     if (p && h && out && !mask) {
         const int32_t less = j->form != 0;
         for (int64_t k = 0; k < size; k++) {

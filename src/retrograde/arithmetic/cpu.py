@@ -21,9 +21,10 @@ PIECE = 1 << 16
 
 def kernels(integers: torch.dtype) -> Kernels:
     """Those for state in these integers."""
-    compiled = [native.function(name) for name in Kernels._fields]
-    if None in compiled or integers == torch.int64:
-        return Kernels(advance, pull, retreat, *reference.KERNELS[3:6], compiled[-1] or reference.digest)
+    compiled = [f for name in Kernels._fields if (f := native.function(name)) is not None]
+    if not compiled or integers == torch.int64:
+        digest = compiled[-1] if compiled else reference.digest
+        return reference.KERNELS._replace(advance=advance, pull=pull, retreat=retreat, digest=digest)
     return Kernels(*compiled)
 
 

@@ -14,6 +14,7 @@ brought to that layout before (`reverse.scheme.plain`).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -38,10 +39,8 @@ class _Table(dict[tuple[type, str, torch.dtype], Kernels]):
         if issubclass(kind, FakeTensor):
             found = Kernels(*[_nothing] * len(Kernels._fields))
         elif kind in (Tensor, Parameter) and device in ("cpu", "cuda"):
-            try:
+            with suppress(ModuleNotFoundError):  # it, or the package that it is written in, may be missing
                 found = import_module(f".{device}", __package__).kernels(integers)
-            except ModuleNotFoundError:
-                pass  # neither it, nor perhaps the package that it is written in, is there
         self[key] = found
         return found
 

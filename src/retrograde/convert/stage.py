@@ -29,7 +29,7 @@ from ..memory.stack import Stack
 from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import any_output, check_input, check_output, check_surroundings
+from ..reverse.inputs import any_output, check_input, check_output
 from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo, version
@@ -224,7 +224,6 @@ class Stage:
         assert self.last is not None
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
-        check_surroundings()
         seen = self.range.begin(
             x,
             self.steps + 1,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.hash import digest
-from ..arithmetic.kernels import kernels_for
+from ..arithmetic.kernels import KERNELS
 from ..errors import ReplayError
 from .cuda import check_capturable
 from .deferred import Deferred
@@ -48,11 +48,13 @@ class Checks:
             check_capturable(device)
         self.names: dict[int, str] = {}
         self.picked: dict[int, list[Picked]] = {}
-        self.kernels = kernels_for(torch.empty(0, device=device))
+        self.digest = KERNELS[Tensor, device.type, torch.int32].digest
+        self.waits = device.type != "cpu" or deferred.event_on is not None  # for what becomes known later
         # 16 bytes apart: aligned as kernels like it. The last one is of the rewound state
         self.noted = torch.zeros(blocks + 2, 2, dtype=torch.int64, device=device)
         self.slots = self.noted[:, 0].unbind()
         self.state = blocks  # the slot of the state's hash; block −1 has the last one
+        self.of_state = self.slots[blocks]  # the hash before the first block that will be replayed
         # by backward pass: the hashes less those of its replays, each by itself too, and the blocks seen
         self.left: dict[int, tuple[Tensor, tuple[Tensor, ...], set[int]]] = {}
 
@@ -83,19 +85,15 @@ class Checks:
             left[2].add(k)
             self._add(k, saved, y, left[1][k], -1)
 
-    def mark(self, hashed: Tensor) -> None:
-        """The state has this hash before the first block that will be replayed."""
-        self.slots[self.state].copy_(hashed)
-
     def rewound(self, hashed: Tensor) -> None:
         """The state is back there, and has this hash."""
         if self.strict:
-            if bool(hashed != self.slots[self.state]):
+            if bool(hashed != self.of_state):
                 raise ReplayError(f"{_NOT_REWOUND} {WHEN_NOT_REPEATED}")
             return
         left = self._left()
         if left is not None:
-            left[1][self.state].copy_(self.slots[self.state] - hashed)
+            left[1][self.state].copy_(self.of_state - hashed)
             left[2].add(self.state)
 
     def _left(self) -> tuple[Tensor, tuple[Tensor, ...], set[int]] | None:
@@ -115,8 +113,9 @@ class Checks:
         wrong = (left != 0) & (left != self.noted)
         if self.state in seen:
             wrong[self.state] = left[self.state] != 0
-        names = tuple(self.names.items())
-        self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
+        if self.waits or bool(wrong.any()):
+            names = tuple(self.names.items())
+            self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
 
     def _add(self, k: int, saved: list[Tensor], y: Any, into: Tensor, sign: int) -> None:
         """Add sign times the fingerprint to `into`."""
@@ -133,7 +132,7 @@ class Checks:
             t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
             samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
         for seed, some in enumerate(samples.values()):
-            self.kernels.digest(torch.cat(some), into, seed, sign)
+            self.digest(torch.cat(some), into, seed, sign)
 
 
 _NOT_REWOUND = (

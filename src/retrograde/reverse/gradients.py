@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import carried, unpacked
-from .nodes import traced
+from .nodes import keeps_graph, traced
 
 if TYPE_CHECKING:
     from .momentum import MomentumGradient
@@ -31,11 +31,24 @@ def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None
     return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
 
 
-def through_form(
-    gradient: MomentumGradient, k: int, gx: Tensor | None, gf: Tensor
-) -> tuple[Tensor | None, Tensor]:
+def through_form(gradient: MomentumGradient, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
     """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
     if gradient.forms[k] != 2:
         return (add(gx, -gf, gradient.dtype) if gradient.forms[k] else gx), gf
-    passed = unpacked(gradient.mask(k), gf.shape, gradient.strides)
+    passed = unpacked(mask_of(gradient, k), gf.shape, gradient.strides)
     return add(gx, -torch.where(passed, 0, gf), gradient.dtype), torch.where(passed, gf, 0)
+
+
+def mask_of(gradient: MomentumGradient, k: int) -> Tensor:
+    """Where the relu of block k passed its input. The masks above are let go of, unless the graph is to be run through again."""
+    masks = gradient.masks
+    if k not in masks:
+        raise RuntimeError(
+            "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+        )
+    if not keeps_graph():
+        masks.pop(k + 2, None)
+        if k == 0:
+            masks.pop(1, None)
+            return masks.pop(0)
+    return masks[k]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arithmetic.reference import packed
 from .gradients import through_form
-from .widening import widen
+from .widening import widen, widened
 
 if TYPE_CHECKING:
     from .momentum import Momentum, MomentumGradient
@@ -29,7 +29,7 @@ def launch(state: Momentum, y: Tensor) -> Tensor:
         v0 = v0.to(seen.dtype) - seen
     if state.range.looks and not state.range.given and v0.numel() and bool(v0.isfinite().all()):
         x, v = float(state.x.abs().amax()) * state.unit, float(v0.abs().amax())
-        wider = state.range.widened(x, v)
+        wider = widened(state.fixed, x, v)
         if wider != state.fixed:
             state.range.rows[0][1] *= 2.0 ** (wider.bits - state.fixed.bits)  # |x₀| in the new units
             widen(state, -1, x, v)

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import scaled, unpacked
-from ..errors import ReplayError
-from .gradients import add, carried_in_graph
+from .gradients import add, carried_in_graph, mask_of
 from .launch import launch, launched
-from .nodes import keeps_graph, traced
+from .nodes import traced
 from .range import PassRange
 from .recurrence import FORMS, Recurrence
-from .scheme import CHANGED_GRADIENT, Gradients, State, plain
+from .scheme import Gradients, State, check_unchanged, plain
 
 
 class MomentumGradient:
@@ -62,27 +61,28 @@ class MomentumGradient:
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
         p, h = tokens
-        self.check_unchanged(k + 1, h)
+        check_unchanged(h, self.versions.get(k + 1))
         if k < 0:
             return launched(self, add(p, d, self.dtype), None if h is None else h * self.recurrence.carried[0][0])
         if d is None:
-            given = h if h is not None else p
-            if given is None:
+            like = h if h is not None else p
+            if like is None:
                 return [None, None], None
-            d = given.new_zeros(()).expand(given.shape)
+            d = like.new_zeros(()).expand(like.shape)
         form = self.forms[k]
         numbers = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], form)
         after = self.masks.get(k + 1) if p is None and h is not None else None
-        mask = self.mask(k) if form == 2 else None
+        mask = mask_of(self, k) if form == 2 else None
         left_out = p is None and h is None and wanted[1] and k > 0
+        gx: Tensor | None
         if traced(p, h, d):
             self.versions.pop(k, None)
             gx, gy, cast = carried_in_graph(p, h, d, numbers, mask, after, self.strides, self.dtype)
             gx = None if left_out else gx
         else:
-            given = (p, h, d)
-            kept = [g if g is None or (type(g) is Tensor and g.stride() == self.strides) else plain(g, self.strides) for g in given]
-            p, h, d = kept
+            p = p if p is None or p.stride() == self.strides else plain(p, self.strides)
+            h = h if h is None or h.stride() == self.strides else plain(h, self.strides)
+            d = d if type(d) is Tensor and d.stride() == self.strides else plain(d, self.strides)
             gy = torch.empty_like(d, dtype=self.dtype)
             gx = p if p is not None or left_out else torch.empty_like(gy)  # p is an array of ours, made one step before
             cast = gy
@@ -104,23 +104,9 @@ class MomentumGradient:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def check_unchanged(self, k: int, h: Tensor | None) -> None:
-        """Raise if block k changed the gradient that it was given."""
-        if h is not None and h._version != self.versions.get(k, h._version):
-            raise ReplayError(CHANGED_GRADIENT)
 
-    def mask(self, k: int) -> Tensor:
-        """A mask; those above it are let go of, unless the graph is to be run through again."""
-        if k not in self.masks:
-            raise RuntimeError(
-                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
-            )
-        if not keeps_graph():
-            self.masks.pop(k + 2, None)
-            if k == 0:
-                self.masks.pop(1, None)
-                return self.masks.pop(0)
-        return self.masks[k]
+EMPTIED = -1
+"""Among the buffers: the last one that the way back has done with. At layer 0 it is the first, which must be empty again."""
 
 
 class Momentum(State):
@@ -139,13 +125,11 @@ class Momentum(State):
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
         super().__init__(x0, seen, reversible=reversible)
         self.recurrence = recurrence
-        self.buffers: dict[int, Tensor] = {}  # by the layer at which they begin
-        self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
         (self.x,) = self.begin(x0)
         self.v = torch.zeros_like(self.x)
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
         dtype = x0.dtype if x0.dtype == torch.bfloat16 else seen.fixed.work
-        self.blank = self.blank.to(dtype)
+        self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
         self.gradient = self.gradient_type(recurrence, dtype, self.kernels, self.x.stride())
         self.forms = self.gradient.forms  # by layer, what the kernels make of its block's output
 
@@ -159,7 +143,10 @@ class Momentum(State):
     def take(self, k: int, y: Tensor) -> Tensor:
         begin, dtype, over = self.recurrence.places[k]
         if begin == k and dtype is not None and k not in self.buffers:
-            self._begin_buffer(k, dtype, over)
+            if not self.reversible:  # the one before is needed only where the step reaches into it
+                last = self.recurrence.places[k - 1][0]
+                self.buffers = {last: self.buffers[last]} if over else {}
+            self.buffers[k] = torch.zeros_like(self.x, dtype=dtype)
         mask = None
         if self.forms[k] == 2:
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
@@ -177,7 +164,7 @@ class Momentum(State):
         *step, before, over = self._step(k, y)
         self.kernels.retreat(*step, out, before, over)
         if k in self.buffers:
-            self.leftover = self.buffers.pop(k)
+            self.buffers[EMPTIED] = self.buffers.pop(k)
 
     def _step(self, k: int, y: Tensor) -> tuple[Any, ...]:
         """Arguments of the kernels: x to guard; then the buffer before that of step k with how many bits of its digit go there."""
@@ -190,31 +177,9 @@ class Momentum(State):
         before = self.buffers[self.recurrence.places[k - 1][0]] if over else None
         return self.x, self.v, self.buffers.get(begin), y, self.dtype, *numbers, before, over
 
-    def _begin_buffer(self, k: int, dtype: torch.dtype, over: int) -> None:
-        if not self.reversible:  # the one before is needed only where the step reaches into it
-            last = self.recurrence.places[k - 1][0] if over else None
-            self.buffers = {at: buffer for at, buffer in self.buffers.items() if at == last}
-        self.buffers[k] = torch.zeros_like(self.x, dtype=dtype)
-
     def reach(self, k: int, f: float) -> tuple[float, float]:
         x = float(self.x.abs().amax()) * self.unit
         v = float(self.v.abs().amax()) * self.guarded_unit
         _, _, gamma, factor = self.recurrence.factors[k]
         v1 = gamma * v + factor * (f + (x if self.gradient.forms[k] else 0.0))
         return x + v1, v1
-
-    def rewound(self, v0: Tensor | None) -> bool:
-        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
-        moved = self.v if v0 is None else self.v - v0
-        return not moved.any() and (self.leftover is None or not self.leftover.any())
-
-    def copy(self, *, reversible: bool = True) -> Momentum:
-        other: Momentum = super().copy(reversible=reversible)
-        kept = self.buffers if other.reversible else dict([*self.buffers.items()][-1:])
-        other.buffers = {at: buffer.clone() for at, buffer in kept.items()}
-        return other
-
-    def free(self) -> None:
-        super().free()
-        self.buffers = {}
-        self.leftover = None

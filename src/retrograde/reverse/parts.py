@@ -9,8 +9,7 @@ memo; what is no longer as it was is looked up anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -23,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from .extra import CONTAINERS, copied
+from .containers import CONTAINERS, copied
 
 _training = attrgetter("training")
 _all_at_once = deque[Any](maxlen=0).extend
@@ -109,7 +108,8 @@ class Parts:
         return len(now) == len(self.contents) and all(map(is_, now, self.contents))
 
     def _contents(self) -> list[Any]:
-        modules = self.modules
+        root = self.root()
+        modules = self.inner if root is None else (root, *self.inner)
         sizes = [len(vars(modules[k])) for k, _ in self.noted]  # a module may have been given a list of losses since
         return [*map(_training, modules), *sizes, *chain.from_iterable(self.views)]
 
@@ -146,20 +146,6 @@ def _has_statistics(module: nn.Module) -> bool:
     if not isinstance(module, _NormBase) or not module.training or not module.track_running_stats:
         return False
     return type(module).forward in STATISTICS_ONLY
-
-
-@contextmanager
-def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the modules work on copies of their buffers for a while."""
-    own = [m._buffers for m in modules if m._buffers]
-    originals = [dict(entries) for entries in own]
-    try:
-        for entries in own:
-            entries.update({name: b if b is None else b.clone() for name, b in entries.items()})
-        yield
-    finally:
-        for entries, original in zip(own, originals, strict=True):
-            entries.update(original)
 
 
 def _scratch(statistics: Tensor | None) -> Tensor | None:

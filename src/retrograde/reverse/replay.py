@@ -13,7 +13,7 @@ NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape 
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
 NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
-    changes (`extra`) are put back around a replay, and restored after it. What belongs to the user's modules is
+    changes (`containers`) are put back around a replay, and restored after it. What belongs to the user's modules is
     restored by single calls into C, each inside a `finally` of its own, so that Ctrl-C cannot come in between.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `cuda.SameThread`.
@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
+from .containers import copied, copied_arguments
 from .cuda import Undrawn
-from .extra import Extra, autocast_as, autocast_state, copied, shared
+from .extra import Extra, autocast_as, autocast_state, shared
 from .heap import give_back
 from .parts import Memo, parts_of
 
@@ -87,7 +88,8 @@ class Call:
         with saved_tensors_hooks(pack, unpack), Undrawn() if self.generators.capturing else nullcontext():
             y = self.block(x, *extra.args, **extra.kwargs)
         self.writes = x._version != before
-        self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
+        if list(map(version, self.watched)) != self.versions:
+            self._refuse_change("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
@@ -99,12 +101,8 @@ class Call:
         inside: list[Tensor] = []
         self.attributes = self.parts.attributes(copies, inside)
         if self.contains:
-            self.args, self.kwargs = self._arguments(copies, inside)
+            self.args, self.kwargs = copied_arguments(self.args, self.kwargs, copies, inside)
         self.watched = [*self.watched, *(t for t in inside if not t.is_inference())]
-
-    def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
-        kwargs = {name: copied(value, copies, inside) for name, value in self.kwargs.items()}
-        return copied(self.args, copies, inside), kwargs
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
         """Run the block as it was run first, on a fresh x; its output.
@@ -113,7 +111,8 @@ class Call:
             saved: receives the tensors that autograd wants saved.
             wanted: stop, without an output, at this number of them.
         """
-        self._check_unchanged("a parameter, buffer or extra input of {} was changed after its forward pass")
+        if list(map(version, self.watched)) != self.versions:
+            self._refuse_change("a parameter, buffer or extra input of {} was changed after its forward pass")
 
         def pack(t: Tensor) -> int:
             saved.append(t)
@@ -134,7 +133,9 @@ class Call:
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         copies: dict[int, Any] = {}
-        args, kwargs = self._arguments(copies) if self.contains else (self.args, self.kwargs)
+        args, kwargs = self.args, self.kwargs
+        if self.contains:
+            args, kwargs = copied_arguments(args, kwargs, copies)
         attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
         exchange, put_back = self.parts.exchanged(grad, attributes)
         autocast = autocast_state(x.device.type)
@@ -169,11 +170,9 @@ class Call:
                 f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
             )
 
-    def _check_unchanged(self, problem: str) -> None:
-        now = list(map(version, self.watched))
-        if now != self.versions:
-            shapes = (t.shape for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
-            raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
+    def _refuse_change(self, problem: str) -> None:
+        changed = next(t for t, before in zip(self.watched, self.versions, strict=True) if t._version != before)
+        raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(changed.shape)}). {_ADVICE}")
 
 
 class Frame:

@@ -23,13 +23,10 @@ from torch._subclasses import FakeTensor
 
 from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.kernels import KERNELS
+from ..errors import ReplayError
 from .range import PassRange
 from .widening import Widening, pull_before, take_wider
 
-CHANGED_GRADIENT = (
-    "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed copy "
-    "instead."
-)
 Gradients = list[Tensor | None]
 """Of tokens; None for zero."""
 
@@ -50,42 +47,44 @@ def plain(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.float64
     return t if t.stride() == strides else t.new_empty_strided(t.shape, strides).copy_(t)
 
 
-class Gradient(Protocol):
-    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward.
+def check_unchanged(gradient: Tensor | None, version: int | None) -> None:
+    """Raise if a block changed the gradient that it was given, at this version."""
+    if gradient is not None and version is not None and gradient._version != version:
+        raise ReplayError(
+            "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed "
+            "copy instead."
+        )
 
-    Attributes:
-        observed: layers at whose input somebody looks: there the gradient of a token must not be left out.
-    """
+
+class Gradient(Protocol):
+    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward."""
 
     observed: set[int]
+    """Layers at whose input somebody looks: there the gradient of a token must not be left out."""
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the tokens and of the block's output that went into step k.
+        """Gradients of the tokens and of the block's output that went into step k; −1 sets the initial state from an output.
 
         Args:
-            k: the step; −1 sets the initial state from an output.
             tokens: gradients of the tokens that came out.
             d: the gradient of the float that came out, which is the next block's input.
             wanted: which tokens need a gradient.
         """
-        ...
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Gradient of the network's input."""
-        ...
 
     def leave(self, gradient: Tensor) -> Gradients:
         """Gradients of the tokens, from that of what `State.rest` returned."""
-        ...
 
 
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
     A scheme defines `take`, `draw` and `undo`, has a `gradient`, and replaces what else it needs to be different.
-
     Attributes:
         fixed: the fixed point now.
+        buffers: what steps keep besides for the way back, by layer.
         widenings: by step, the ranges that became wider before it.
         reversible: whether what a step back needs is kept.
     """
@@ -106,6 +105,7 @@ class State:
         self.reversible = reversible
         self.dtype = x0.dtype
         self.kernels = KERNELS[type(x0), x0.device.type, seen.fixed.dtype]
+        self.buffers: dict[int, Tensor] = {}
         self.widenings: dict[int, Widening] = {}
         self.hold(seen.fixed)
 
@@ -126,7 +126,9 @@ class State:
 
     def encode(self, x: Tensor, q: Tensor, column: int, guard: int = 0) -> None:
         """Fill q with x as integers, and note the largest in a column of the range's first row."""
-        x = plain(x.detach(), q.stride(), self.fixed.work)
+        x = x.detach()
+        if type(x) is not Tensor or x.stride() != q.stride() or x.dtype == torch.float64:
+            x = plain(x, q.stride(), self.fixed.work)
         self.kernels.encode(x, 2.0 ** (self.fixed.bits + guard), q, self.range.rows[0], column)
         if not self.range.fits(0):
             self.range.refuse(0)
@@ -230,23 +232,21 @@ class State:
             self.kernels.digest(getattr(self, name), found, seed, 1)
         return found
 
-    def first_range(self, x0: Tensor) -> PassRange:
-        """A range that begins as the one of this pass did."""
-        first = min(self.widenings, default=None)
-        return self.range.again(x0, self.fixed if first is None else self.widenings[first].before)
-
     def copy(self, *, reversible: bool = True) -> Any:
         """A copy that can be moved alone; if not `reversible`, forwards only."""
         other = copy.copy(self)
         other.reversible = self.reversible and reversible
         for name in self.names:
             setattr(other, name, getattr(self, name).clone())
+        kept = self.buffers if other.reversible else sorted(self.buffers)[-1:]
+        other.buffers = {at: self.buffers[at].clone() for at in kept}
         other.range = copy.copy(self.range)
         other.widenings = dict(self.widenings)
         return other
 
     def free(self) -> None:
         """Let go of every tensor of the state."""
+        self.buffers = {}
         self.widenings = {}
         for name in self.names:
             delattr(self, name)

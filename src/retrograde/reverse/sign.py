@@ -31,7 +31,7 @@ from .momentum import Momentum, MomentumGradient
 from .nodes import traced
 from .range import PassRange
 from .recurrence import Recurrence
-from .scheme import Gradients, total
+from .scheme import Gradients, check_unchanged, total
 
 
 class SignedGradient(MomentumGradient):
@@ -46,7 +46,7 @@ class SignedGradient(MomentumGradient):
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         p, h = tokens
-        self.check_unchanged(k + 1, h)
+        check_unchanged(h, self.versions.get(k + 1))
         gx, gv = add(p, d, self.dtype), h
         if h is not None and k + 1 < len(self.signs):  # after the last step it is v's own gradient
             gamma = self.gamma(k + 1)

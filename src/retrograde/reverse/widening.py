@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..arithmetic.fixed import FixedPoint
+from .calibrate import calibrated
+
 if TYPE_CHECKING:
+    from .range import PassRange
     from .scheme import State
 
 
@@ -27,7 +31,7 @@ class Widening:
 
     def __init__(self, state: State, x: float, v: float) -> None:
         self.before = state.fixed
-        self.after = state.range.widened(x, v)
+        self.after = widened(state.fixed, x, v)
         self.rests: dict[str, Tensor] = {}
         for name in state.names:
             high, self.rests[name] = shifted(getattr(state, name), self.bits(state, name))
@@ -48,6 +52,14 @@ class Widening:
         """By how many bits a tensor was shifted."""
         fewer = self.before.bits - self.after.bits
         return fewer + self.before.guard - self.after.guard if name in state.guarded else fewer
+
+
+def widened(now: FixedPoint, x: float, v: float) -> FixedPoint:
+    """A fixed point that holds |x| and |v| up to these, no finer than the one in use."""
+    ideal = calibrated(x, v, now.dtype, now.guard)
+    bits = min(now.bits, ideal.bits)
+    guard = min(now.bits + now.guard, ideal.bits + ideal.guard) - bits
+    return FixedPoint(bits, now.dtype, max(guard, 0))
 
 
 def take_wider(state: State, k: int, y: Tensor, out: Tensor) -> Tensor:
@@ -84,6 +96,12 @@ def pull_before(state: State, k: int) -> Tensor:
     out = torch.empty_like(q, dtype=state.dtype)
     state.kernels.decode(q, 2.0**-widening.before.bits, out)
     return out
+
+
+def first_range(state: State, x0: Tensor) -> PassRange:
+    """A range that begins as the one of this pass did."""
+    first = min(state.widenings, default=None)
+    return state.range.again(x0, state.fixed if first is None else state.widenings[first].before)
 
 
 def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
