@@ -41,9 +41,7 @@ def held_bytes(gamma: float, depth: int) -> int:
     9
     """
     state = rg.MomentumNet([nn.Identity()] * depth, gamma=gamma, form="block", memory="reverse").encode(torch.ones(1))
-    return sum(
-        {t.data_ptr(): t.nbytes for t in (state.held.x, state.held.v, *state.held.buffers) if t is not None}.values()
-    )
+    return sum({t.data_ptr(): t.nbytes for t in (state.held.x, state.held.v, *state.held.buffers.values())}.values())
 
 
 def table(gammas: Sequence[float] = GAMMAS, depths: Sequence[int] = DEPTHS) -> list[list[str]]:

@@ -48,6 +48,7 @@ def step_both(
     found = []
     for module in (ours, reference):
         x, v, i, y, out = (None if t is None else t.clone() for t in state_)
+        y = like(x, y)
         before, i = (i, torch.zeros_like(i)) if over else (None, i)
         watch = torch.zeros(2, device=x.device)
         n, d = gamma.numerator, gamma.denominator
@@ -66,6 +67,12 @@ def step_both(
             trace += [x, v, before if over else i]
         found.append(trace)
     return found[0], found[1]
+
+
+def like(x: Tensor, t: Tensor) -> Tensor:
+    """t as a pass gives it to the kernels: in the layout of the state, not in float64."""
+    t = t.float() if t.dtype == torch.float64 else t
+    return torch.empty_like(x, dtype=t.dtype).copy_(t) if t.stride() != x.stride() else t
 
 
 def bits(x: Tensor) -> Tensor:
@@ -88,7 +95,6 @@ def carried(
                 gy = torch.empty_like(d, dtype=carried_in)
                 cast = gy if dtype == carried_in and mask is None else torch.empty_like(gy, dtype=dtype)
                 out = None if not wanted else torch.empty_like(gy) if p_ is None else p_
-                factors = (9.0, 0.7, 1.7, 0.1, form)
-                body.carry(p_, h_, d_, factors, out, gy, cast, mask, after)
+                body.carry(p_, h_, d_, 9.0, 0.7, 1.7, 0.1, form, out, gy, cast, mask, after)
                 found.append([gy, cast, *([out] if out is not None else [])])
             yield found[0], found[1]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from retrograde.arithmetic import reference
-from retrograde.arithmetic.hash import digest, words
+from retrograde.arithmetic.hash import digest
 
 
 def checksum(t: Tensor) -> int:
@@ -14,7 +14,7 @@ def checksum(t: Tensor) -> int:
 
 def defined(t: Tensor) -> Tensor:
     found = torch.zeros((), dtype=torch.int64)
-    reference.digest(words(t), found, 0, 1)
+    reference.digest(t, found, 0, 1)
     return found
 
 

@@ -43,7 +43,7 @@ for x in ("*i32", "*i16"):
             cast = y != "*fp32" or form == 2
             for after in (False, True):
                 compiled(cuda._carry, types, P=not after, H=True, OUT=True, CAST=cast, AFTER=after, FORM=form, BLOCK=1024)
-        compiled(cuda._encode, [y, x, out, "*fp32", "i64", "fp32", "fp32"], COLUMN=1, OUT=True, BLOCK=1024)
+        compiled(cuda._encode, [y, x, "*fp32", "i64", "fp32"], COLUMN=1, BLOCK=1024)
     compiled(cuda._pull, [x, x, "*fp32", "i64", "fp32", "i32"], BLOCK=1024)
     for out in ("*fp32", "*bf16"):
         compiled(cuda._decode, [x, out, "i64", "fp32"], BLOCK=1024)

@@ -633,7 +633,7 @@ def test_powers_of_two_keep_their_bits_and_no_more(bits: list[int]) -> None:
     net, x = rg.MomentumNet([Mlp() for _ in bits], gamma=[Fraction(1, 2**k) for k in bits]).double(), torch.randn(3, 8)
     first = begun(net, x.double()).fixed
     state = net.encode(x.double())
-    assert sum(b.nbytes for b in state.held.buffers) == -(-sum(bits) // 8) * x.numel()
+    assert sum(b.nbytes for b in state.held.buffers.values()) == -(-sum(bits) // 8) * x.numel()
     assert torch.equal(net.inverse(state), first.decode(first.encode(x.double()), torch.float64))
 
 

@@ -121,7 +121,7 @@ def test_the_inverse_is_exact_and_one_bit_a_layer_is_kept_at_one_half() -> None:
         first = net.fixed_point
         state = net.encode(x)
         back = net.inverse(state)
-        assert sum(b.nbytes for b in state.held.buffers) == 3 * x.numel()
+        assert sum(b.nbytes for b in state.held.buffers.values()) == 3 * x.numel()
         assert torch.equal(back, first.decode(first.encode(x), x.dtype))
         with pytest.raises(ValueError, match=r"call \.train\(\) first"):
             net.eval().encode(x)

@@ -8,7 +8,6 @@ reference   every kernel in plain torch: the definition
 kernels     which implementation of the kernels runs on a tensor; tensors as flat runs of memory
 cpu         the kernels in compiled C (native compiles cpu.c)
 cuda        the kernels in Triton
-shapes      the kernels on tensors without values: nothing to compute
 hash        a 64-bit hash of a tensor
 sample      the hash of some elements of several tensors, in one call
 """

@@ -22,10 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .kernels import alike, laid_out_as
 from .multiply import shift
 from .ratio import NARROW
-from .reference import Factors
+from .reference import Kernels, words
 
 BLOCK = 1024
 _MANY = 2**22
@@ -183,16 +182,12 @@ def _advance(
 
 
 @triton.jit
-def _encode(
-    x_ptr, q_ptr, out_ptr, watch_ptr, size, scale, unit, COLUMN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr
-):
+def _encode(x_ptr, q_ptr, watch_ptr, size, scale, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     scaled = _round(tl.load(x_ptr + at, inside, other=0.0).to(tl.float32) * scale)
     q = _held(tl.where(tl.abs(scaled) <= 1073741824.0, scaled, 0.0).to(tl.int32), q_ptr)
     tl.store(q_ptr + at, q, inside)
-    if OUT:
-        tl.store(out_ptr + at, q.to(tl.float32) * unit, inside)
     most = tl.max(tl.abs(scaled).to(tl.int32, bitcast=True), 0)
     _raise(watch_ptr + COLUMN, most)
 
@@ -325,6 +320,8 @@ def _launch(
     What the compiler may specialise a kernel on is in the key: dtypes, divisibility of the size, whole numbers; alignment is seen
     to. Addresses are given as numbers: of each tensor the launcher would ask for its own, and the driver whether that is one.
     """
+    if not size:
+        return
     device, pointers = tensors[0].device, [t.data_ptr() for t in tensors]
     key = (  # of the kernel its id: its hash is one of its source, behind a lock
         id(kernel), device, size % 16 == 0, size == 1, size < 2**31, constants,
@@ -340,72 +337,58 @@ def _launch(
         _compiled[key] = compiled
 
 
-def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, watch: Tensor, column: int) -> None:
-    if q.dtype == torch.int64 or not alike(q, out) or x.dtype not in _FLOATS:
-        reference.encode(x, scale, unit, q, out, watch, column)
-        return
-    tensors = (laid_out_as(q, x), q, q if out is None else out, watch)
-    _launch(_encode, tensors, q.numel(), (scale, unit), column, out is not None)
+def encode(x: Tensor, scale: float, q: Tensor, watch: Tensor, column: int) -> None:
+    _launch(_encode, (x, q, watch), q.numel(), (scale,), column)
 
 
 def decode(q: Tensor, unit: float, out: Tensor) -> None:
-    if q.dtype == torch.int64 or not alike(q, out) or out.dtype not in _FLOATS:
-        reference.decode(q, unit, out)
-        return
     _launch(_decode, (q, out), q.numel(), (unit,))
 
 
 def advance(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
-    before: Tensor | None = None, over: int = 0,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None,
+    before: Tensor | None, over: int,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out, before):
-        reference.advance(x, v, i, y, seen, n, d, scale, unit, form, guard, out, watch, mask, before, over)
-        return
     i, before = x if i is None else i, x if before is None else before
-    tensors = (x, v, i, laid_out_as(x, y), out, watch, x if mask is None else mask, before)
+    tensors = (x, v, i, y, out, watch, x if mask is None else mask, before)
     numbers = (*_ratio(n, d), over, scale, unit, guard)
     constants = (_kind(n, d), over > 0, form, _FLOATS[seen], mask is not None)
     _launch(_advance, tensors, x.numel(), numbers, *constants)
 
 
 def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
-    if x.dtype == torch.int64 or not alike(x, v, out):
-        reference.pull(x, v, unit, guard, out)
-        return
     _launch(_pull, (x, v, out), x.numel(), (unit, guard))
 
 
 def retreat(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
-    before: Tensor | None = None, over: int = 0,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None, before: Tensor | None, over: int,
 ) -> None:  # fmt: skip
-    if x.dtype == torch.int64 or not alike(x, v, i, out, before):
-        reference.retreat(x, v, i, y, seen, n, d, scale, unit, form, guard, out, before, over)
-        return
     i, before = x if i is None else i, x if before is None else before
-    tensors = (x, v, i, laid_out_as(x, y), x if out is None else out, before)
+    tensors = (x, v, i, y, x if out is None else out, before)
     numbers = (*_ratio(d, n), over, scale, unit, guard)
     constants = (_kind(d, n), over > 0, form, _FLOATS[seen], out is not None)
     _launch(_retreat, tensors, x.numel(), numbers, *constants)
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors,
-    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
+    p: Tensor | None, h: Tensor | None, d: Tensor, c: float, e: float, e1: float, gain: float, form: int,
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None, after: Tensor | None,
 ) -> None:  # fmt: skip
-    if gy.dtype == torch.float64 or not alike(gy, out):
-        reference.carry(p, h, d, factors, out, gy, cast, mask, after)
-        return
-    *numbers, form = factors
-    given = [gy if t is None else laid_out_as(gy, t) for t in (p, h, d)]
-    tensors = (*given, gy if out is None else out, gy, cast, *(gy if m is None else m for m in (mask, after)))
+    tensors = tuple(gy if t is None else t for t in (p, h, d, out, gy, cast, mask, after))
     constants = (p is not None, h is not None, out is not None, cast is not gy, after is not None, form)
-    _launch(_carry, tensors, gy.numel(), tuple(numbers), *constants)
+    _launch(_carry, tensors, gy.numel(), (c, e, e1, gain), *constants)
 
 
-def digest(words: Tensor, into: Tensor, seed: int, sign: int) -> None:
-    times = 8 if words.numel() >= _MANY else 1  # all add to one number, one after another
-    _launch(_digest, (words, into), words.numel(), (seed, sign), times, times=times)
+def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> None:
+    all_words = words(t)
+    times = 8 if all_words.numel() >= _MANY else 1  # all add to one number, one after another
+    _launch(_digest, (all_words, into), all_words.numel(), (seed, sign), times, times=times)
+
+
+def kernels(integers: torch.dtype) -> Kernels:
+    """Those for state in these integers: float64 takes the reference."""
+    if integers == torch.int64:
+        return reference.KERNELS._replace(digest=digest)
+    return Kernels(advance, pull, retreat, encode, decode, carry, digest)

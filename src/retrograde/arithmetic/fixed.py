@@ -42,6 +42,10 @@ class FixedPoint:
         return (q.to(self.work) * 2.0 ** -(self.bits + guard)).to(dtype)
 
 
+INTEGERS = {torch.float64: torch.int64}
+"""By the dtype of floats: the integers that hold them, where 32 bits do not."""
+
+
 def integer_dtype(dtype: torch.dtype, narrow: bool = False) -> torch.dtype:
     """The integers that hold floats of `dtype`; `narrow`: 16 bits wide."""
-    return torch.int64 if dtype == torch.float64 else torch.int16 if narrow else torch.int32
+    return INTEGERS.get(dtype, torch.int16 if narrow else torch.int32)

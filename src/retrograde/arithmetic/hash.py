@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from .kernels import kernels_for, with_address
+from .kernels import kernels_for
 
 
 def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) -> Tensor:
@@ -24,20 +25,12 @@ def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) 
     >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(a.flip(0)))
     (True, False)
     """
-    t = with_address(getattr(t, "_local_tensor", t).detach()).resolve_neg()
+    t = getattr(t, "_local_tensor", t).detach()
+    t = (t if type(t) is Tensor or isinstance(t, FakeTensor) else t.clone()).resolve_neg()
     into = torch.zeros((), dtype=torch.int64, device=t.device) if into is None else into
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     if not t.is_contiguous():  # any dense layout is taken as it lies in memory
         t = t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).contiguous()
     if t.numel():
-        kernels_for(t).digest(words(t), into, seed, sign)
+        kernels_for(t).digest(t, into, seed, sign)
     return into
-
-
-def words(t: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as 32-bit integers."""
-    flat = t if t.stride() == (1,) else t.as_strided((t.numel(),), (1,))  # one element may have any stride
-    if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
-        flat = flat.view(torch.uint8)
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
-    return flat.view(torch.int32)

@@ -1,20 +1,20 @@
 """Which implementation of the kernels runs on a tensor.
 
     tensor                          kernels          without it
-    on a CPU                        cpu              reference
+    on a CPU                        cpu (C)          reference
     on a CUDA device                cuda (Triton)    reference
-    without values (FakeTensor)     shapes
+    without values (FakeTensor)     nothing to compute
     any other subclass or device    reference
 
-Each is a module with the same seven functions: advance, pull, retreat, encode, decode, carry, digest. All give the bits of `reference`,
-so deleting a file changes speed only. An implementation is imported when a tensor first needs it.
+All give the bits of `reference`, so deleting a file changes speed only. An implementation is imported when a tensor first needs it.
 
-Kernels take tensors as flat runs of memory, which lets them work on any dense layout without copies (`alike`, `laid_out_as`).
+Kernels take tensors as flat runs of memory. So a pass holds its state in dense tensors of one layout, and what comes from outside is
+brought to that layout before (`reverse.scheme.plain`).
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -23,60 +23,31 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
-NAMES = ("advance", "pull", "retreat", "encode", "decode", "carry", "digest")
-_FAST = {"cpu": "cpu", "cuda": "cuda"}
+from . import reference
+from .reference import Kernels
 
 
-def kernels_for(t: Tensor) -> Any:
-    """The module whose functions run on tensors like t."""
-    kind = type(t)
-    if kind is Tensor or kind is Parameter:
-        return _of_device(t.device.type)
-    return _module("shapes") if issubclass(kind, FakeTensor) else _module("reference")
+def _nothing(*_: Any) -> None: ...
 
 
-def with_address(t: Tensor) -> Tensor:
-    """t; or a plain copy of a subclass that may hold its values elsewhere (a collective under way)."""
-    return t if type(t) in (Tensor, Parameter) or isinstance(t, FakeTensor) else t.clone()
+class _Table(dict[tuple[type, str, torch.dtype], Kernels]):
+    """The kernels, by the type of a tensor, its kind of device, and the integers of the state. An entry is made when first needed."""
+
+    def __missing__(self, key: tuple[type, str, torch.dtype]) -> Kernels:
+        kind, device, integers = key
+        found = reference.KERNELS
+        if issubclass(kind, FakeTensor):
+            found = Kernels(*[_nothing] * len(Kernels._fields))
+        elif kind in (Tensor, Parameter) and device in ("cpu", "cuda"):
+            with suppress(ModuleNotFoundError):  # it, or the package that it is written in, may be missing
+                found = import_module(f".{device}", __package__).kernels(integers)
+        self[key] = found
+        return found
 
 
-@cache
-def _of_device(device: str) -> Any:
-    name = _FAST.get(device)
-    found = None if name is None else _module(name)
-    return _module("reference") if found is None else found
+KERNELS = _Table()
 
 
-@cache
-def _module(name: str) -> Any:
-    """A module of this folder; None where it, or the package it is written in, is missing."""
-    try:
-        return import_module(f".{name}", __package__)
-    except ModuleNotFoundError:
-        return None
-
-
-@lru_cache(maxsize=1024)
-def dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether the elements of a tensor fill one run of memory, in some order."""
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def alike(t: Tensor, *others: Tensor | None) -> bool:
-    """Whether t is dense and not empty, and the others are laid out as it is."""
-    strides = t.stride()
-    for other in others:
-        if other is not None and other.stride() != strides:
-            return False
-    return dense(t.shape, strides) and t.numel() > 0
-
-
-def laid_out_as(like: Tensor, t: Tensor) -> Tensor:
-    """t, or a copy of it in the layout of `like`."""
-    return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)
+def kernels_for(t: Tensor, integers: torch.dtype = torch.int32) -> Kernels:
+    """The kernels for a state like t, held in these integers."""
+    return KERNELS[type(t), t.device.type, integers]

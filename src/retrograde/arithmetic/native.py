@@ -25,33 +25,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import torch
+
 _SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
 
-class Job(ctypes.Structure):
-    """One step over a whole tensor; the fields are those of `job` in cpu.c."""
-
-    _fields_ = [
-        ("x", ctypes.c_void_p), ("v", ctypes.c_void_p), ("i", ctypes.c_void_p), ("y", ctypes.c_void_p), ("out", ctypes.c_void_p),
-        ("size", ctypes.c_int64), ("width", ctypes.c_int32), ("n", ctypes.c_int32), ("d", ctypes.c_int32),
-        ("guard", ctypes.c_int32), ("scale", ctypes.c_float), ("unit", ctypes.c_float), ("form", ctypes.c_int32),
-        ("what", ctypes.c_int32), ("peak", ctypes.c_void_p), ("bad", ctypes.c_int32), ("mask", ctypes.c_void_p),
-        ("before", ctypes.c_void_p), ("over", ctypes.c_int32),
-    ]  # fmt: skip
-
-
-ADVANCE, PULL, RETREAT = range(3)
+_TYPES = {"t": ctypes.py_object, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 SIGNATURES = {
-    "run": "p i",  # job, threads
-    "carry": "p p p p p p p p l f f f f i i",  # p, h, d, out, gy, cast, mask, after, size, c, e, e1, gain, form, threads
-    "digest": "p l l l p i",  # memory, bytes, seed, sign, into, threads
+    "advance": "t t t t t i i f f i i t t t t i",
+    "pull": "t t f i t",
+    "retreat": "t t t t t i i f f i i t t i",
+    "encode": "t f t t i",
+    "decode": "t f t",
+    "carry": "t t t f f f f i t t t t t",
+    "digest": "t t l l",
 }
-"""The arguments of the compiled functions: p a pointer, l and i integers of 64 and 32 bits, f a float."""
+"""The arguments of the compiled kernels: t a tensor, a dtype or None, i and l integers of 32 and 64 bits, f a float."""
+_PYTHON = ("Object_CallMethodObjArgs", "Object_GetAttr", "Long_AsVoidPtr", "_DecRef", "Eval_SaveThread",
+           "Eval_RestoreThread", "Err_SetString")  # fmt: skip
+_OBJECTS = (TypeError, None, "data_ptr", "numel", "nbytes", "dtype")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16, torch.int32)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.PyDLL | None:
     asked = shlex.split(os.environ.get("CC", ""))
     compiler = asked or [found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))][:1]
     if not compiler or sys.platform == "win32" or os.environ.get("RETROGRADE_NATIVE") == "0":
@@ -71,18 +69,12 @@ def _library() -> ctypes.CDLL | None:
 
 @functools.cache
 def function(name: str) -> Callable[..., None] | None:
-    """A compiled function by its name in `SIGNATURES`; None where nothing could be compiled."""
+    """A compiled kernel by its name; None where nothing could be compiled."""
     library = _library()
-    if library is None:
-        return None
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
-    found = getattr(library, f"retrograde_{name}")
-    found.argtypes = [kinds[c] for c in SIGNATURES[name].split()]
-    found.restype = None
-    return cast(Callable[..., None], found)
+    return None if library is None else cast(Callable[..., None], getattr(library, f"retrograde_{name}"))
 
 
-def _loaded(compiler: list[str], flags: tuple[str, ...]) -> ctypes.CDLL:
+def _loaded(compiler: list[str], flags: tuple[str, ...]) -> ctypes.PyDLL:
     """The library for this source, these flags and this processor, from the cache or newly made."""
     parts = (_SOURCE.read_text(), *compiler, *flags, *_openmp(), _processor())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -102,11 +94,19 @@ def _loaded(compiler: list[str], flags: tuple[str, ...]) -> ctypes.CDLL:
         return loaded
 
 
-def _with_functions(library: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library))
-    missing = [name for name in SIGNATURES if not hasattr(loaded, f"retrograde_{name}")]
+def _with_functions(library: Path) -> ctypes.PyDLL:
+    """The library, connected with Python: see `python` in cpu.c."""
+    loaded = ctypes.PyDLL(str(library))
+    missing = [name for name in (*SIGNATURES, "connect") if not hasattr(loaded, f"retrograde_{name}")]
     if missing:
         raise OSError(f"{library} has no function retrograde_{missing[0]}")
+    functions = [ctypes.cast(getattr(ctypes.pythonapi, f"Py{name}"), ctypes.c_void_p).value for name in _PYTHON]
+    pointers = [*functions, *map(id, (*_OBJECTS, *_DTYPES))]
+    loaded.retrograde_connect((ctypes.c_void_p * len(pointers))(*pointers))
+    for name, types in SIGNATURES.items():
+        kernel = getattr(loaded, f"retrograde_{name}")
+        kernel.argtypes = [_TYPES[c] for c in types.split()]
+        kernel.restype = None
     return loaded
 
 

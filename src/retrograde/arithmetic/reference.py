@@ -17,13 +17,14 @@ saw it, decoded from the integers to its dtype, so a block that overwrites its i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .multiply import multiply, pop, push, shift
 
-Factors = tuple[float, float, float, float, int]
-"""Of `carry`: c, e, e1, gain and the form."""
 KEYS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 """Of `digest`."""
 _PIECE, _LOW = 1 << 20, 2**32 - 1
@@ -81,8 +82,8 @@ def _multiply_(v: Tensor, i: Tensor | None, n: int, d: int, before: Tensor | Non
 
 def advance(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None = None,
-    before: Tensor | None = None, over: int = 0,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor, watch: Tensor, mask: Tensor | None,
+    before: Tensor | None, over: int,
 ) -> None:  # fmt: skip
     """Take a step. `watch` receives the largest |v| and |x| after it, without a host sync (|v| is NaN if f was not finite).
 
@@ -105,8 +106,7 @@ def pull(x: Tensor, v: Tensor, unit: float, guard: int, out: Tensor) -> None:
 
 def retreat(
     x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, seen: torch.dtype,
-    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None,
-    before: Tensor | None = None, over: int = 0,
+    n: int, d: int, scale: float, unit: float, form: int, guard: int, out: Tensor | None, before: Tensor | None, over: int,
 ) -> None:  # fmt: skip
     v.sub_(_in_range(increment(x, y, seen, scale, unit, form)).to(v.dtype))
     _multiply_(v, i, d, n, before, over)
@@ -114,14 +114,12 @@ def retreat(
         pull(x, v, unit, guard, out)
 
 
-def encode(x: Tensor, scale: float, unit: float, q: Tensor, out: Tensor | None, watch: Tensor, column: int) -> None:
-    """Fill q with x as integers, out with what they decode to, and one column of `watch` with the largest of them."""
-    work = torch.float64 if q.dtype == torch.int64 else torch.float32
-    q.copy_(torch.round(x.to(work) * scale).to(q.dtype))
+def encode(x: Tensor, scale: float, q: Tensor, watch: Tensor, column: int) -> None:
+    """Fill q with x as integers, and raise one column of `watch` to the largest of them."""
+    scaled = x.to(torch.float64 if q.dtype == torch.int64 else torch.float32) * scale
+    q.copy_(torch.round(_in_range(scaled)).to(q.dtype))
     if x.numel():
-        watch[column] = x.abs().amax().to(watch.dtype) * scale
-    if out is not None:
-        out.copy_(decoded(q, unit))
+        watch[column] = torch.maximum(watch[column], scaled.abs().amax())
 
 
 def decode(q: Tensor, unit: float, out: Tensor) -> None:
@@ -130,8 +128,8 @@ def decode(q: Tensor, unit: float, out: Tensor) -> None:
 
 
 def carry(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors,
-    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None = None, after: Tensor | None = None,
+    p: Tensor | None, h: Tensor | None, d: Tensor, c: float, e: float, e1: float, gain: float, form: int,
+    out: Tensor | None, gy: Tensor, cast: Tensor, mask: Tensor | None, after: Tensor | None,
 ) -> None:  # fmt: skip
     """The gradient of a step: gx = p + d, s = gx + c·h, gy ← gain·s, out ← gx (form 0) or gx − gy, cast ← what the block gets.
 
@@ -139,7 +137,6 @@ def carry(
         p: gx from the step after; None: e·h, or e1·h where `after` is set.
         h: gy of the step after; None: 0.
         d: the gradient of the step's float output.
-        factors: c, e, e1, gain and the form.
         out: where gx goes, may be p; None: nowhere.
         gy: in the dtype that gradients are carried in; laid out as the state.
         cast: in the dtype of the block's output; may be gy where there is no mask.
@@ -148,7 +145,7 @@ def carry(
     """
     passed = None if mask is None else unpacked(mask, gy.shape, gy.stride())
     passed_after = None if after is None else unpacked(after, gy.shape, gy.stride())
-    gx, g = carried(p, h, d, factors, passed, passed_after)
+    gx, g = carried(p, h, d, (c, e, e1, gain, form), passed, passed_after)
     gy.copy_(g)
     if cast is not gy:
         cast.copy_(gy if passed is None else torch.where(passed, gy, 0))
@@ -157,8 +154,9 @@ def carry(
 
 
 def carried(
-    p: Tensor | None, h: Tensor | None, d: Tensor, factors: Factors, passed: Tensor | None, after: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    p: Tensor | None, h: Tensor | None, d: Tensor, factors: tuple[float, float, float, float, int],
+    passed: Tensor | None, after: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """gx and gy of `carry`, out of place and differentiable, in float32 at least."""
     c, e, e1, gain, form = factors
     work = torch.float64 if torch.float64 in (t.dtype for t in (p, h, d) if t is not None) else torch.float32
@@ -191,15 +189,40 @@ def unpacked(mask: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tenso
     return ((mask[:, None] >> places) & 1).bool().view(-1).as_strided(shape, strides)
 
 
-def digest(words: Tensor, into: Tensor, seed: int, sign: int) -> None:
-    """Add sign times the hash of 32-bit words to `into`; see `hash` for its definition."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE].long() & _LOW
+def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> None:
+    """Add sign times the hash of a dense tensor to `into`; see `hash` for its definition."""
+    all_words = words(t)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for start in range(0, all_words.numel(), _PIECE):
+        piece = all_words[start : start + _PIECE].long() & _LOW
         left, right = torch.nn.functional.pad(piece, (0, -piece.numel() % 16)).view(-1, 2, 8).unbind(1)
-        place = torch.arange(start // 2, start // 2 + left.numel(), device=words.device).view_as(left)
+        place = torch.arange(start // 2, start // 2 + left.numel(), device=t.device).view_as(left)
         k = (place * KEYS[0] + seed + KEYS[2]) & _LOW
         k = ((k ^ (k >> 15)) * KEYS[1]) & _LOW
         k = k ^ (k >> 13)
         total += (((left + k) & _LOW) * ((right + k * KEYS[2]) & _LOW)).sum()
     into += sign * total
+
+
+def words(t: Tensor) -> Tensor:
+    """The memory of a dense tensor as 32-bit integers."""
+    flat = t if t.stride() == (1,) else t.as_strided((t.numel(),), (1,))  # one element may have any stride
+    if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
+        flat = flat.view(torch.uint8)
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    return flat.view(torch.int32)
+
+
+class Kernels(NamedTuple):
+    """One implementation."""
+
+    advance: Callable[..., None]
+    pull: Callable[..., None]
+    retreat: Callable[..., None]
+    encode: Callable[..., None]
+    decode: Callable[..., None]
+    carry: Callable[..., None]
+    digest: Callable[..., None]
+
+
+KERNELS = Kernels(advance, pull, retreat, encode, decode, carry, digest)

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..memory.fake import mode_of
 from ..memory.step import as_call, tensors_of
-from ..reverse.parts import copied_buffers
+from ..reverse.containers import copied_buffers
 from .find import Finding, Left, Run, run_of
 
 Edge = tuple[Any, int]

@@ -29,7 +29,7 @@ from ..memory.stack import Stack
 from ..nets.saved import written
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import any_output, check_output, check_surroundings
+from ..reverse.inputs import any_output, check_output
 from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
 from ..reverse.parts import Memo, version
@@ -235,7 +235,6 @@ class Stage:
             x = x if x.requires_grad else x.detach().requires_grad_()  # so that its way to the output is seen
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
-        check_surroundings()
         seen = self.range.begin(
             x,
             self.steps + 1,

@@ -41,10 +41,10 @@ class Stack:
         recurrence = self.recurrence if training else self.recurrence.in_evaluation
         if self.planned is not None and not (self.planned.reversed and recurrence.plain):
             return self.planned
-        mode = "auto" if recurrence.plain and self.mode == "reverse" else self.mode
-        if (dtype, mode) not in recurrence.plans:
-            recurrence.plans[dtype, mode] = leanest(recurrence, dtype, mode)
-        plan: MemoryPlan = recurrence.plans[dtype, mode]
+        if (dtype, self.mode) not in recurrence.plans:
+            mode = "auto" if recurrence.plain and self.mode == "reverse" else self.mode
+            recurrence.plans[dtype, self.mode] = leanest(recurrence, dtype, mode)
+        plan: MemoryPlan = recurrence.plans[dtype, self.mode]
         return plan
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,17 +6,52 @@ What they need of the engine for it is imported here, and here only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..reverse.cuda import capturing
 from ..reverse.inputs import check_input, check_transforms
-from .momentum import _choice as choice
-from .momentum import _modules as modules
 
 __all__ = ["check_finite", "check_input", "choice", "modules", "positive", "whole"]
+
+
+class Choice:
+    """An option of a network that takes one of a few words. It may be set, between passes."""
+
+    def __init__(self, what: str, allowed: tuple[str, ...]) -> None:
+        self.__doc__ = f"{what[0].upper()}{what[1:]}: {', '.join(map(repr, allowed))}."
+        self.allowed = allowed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, net: Any, value: str) -> None:  # and it is read where it is kept, since there is no __get__
+        net.__dict__[self.name] = choice(self.name, value, self.allowed)
+
+
+def choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """`value`. Raises unless it is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+    return value
+
+
+def modules(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The blocks of a network, one by one."""
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        raise TypeError(
+            f"blocks must be several modules; got one {type(blocks).__name__}. Pass [block] * depth to repeat it."
+        )
+    listed = list(blocks)
+    if not listed:
+        raise ValueError("blocks is empty: a momentum network needs at least one block.")
+    for k, block in enumerate(listed):
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"block {k} must be an nn.Module; got {type(block).__name__}. Wrap a function in a module.")
+    return listed
 
 
 def positive(name: str, value: Any, below: float = math.inf, why: str = "") -> float:

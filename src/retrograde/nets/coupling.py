@@ -22,10 +22,11 @@ from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.coupling import Coupling, Recurrence
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import check_input, check_output, check_surroundings
-from ..reverse.parts import Memo, copied_buffers
+from ..reverse.parts import Memo
 from ..reverse.range import Range
-from .checks import choice, modules
+from ..reverse.widening import first_range
+from .checks import Choice, modules
+from .inverse import run_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,10 @@ class CouplingNet(nn.Module):
     True
     """
 
+    memory: Any = Choice("what is kept for backward", MODES)
+    verify: Any = Choice("what is compared in backward", VERIFY)
+    overflow: Any = Choice("what happens where a value is not finite", ("raise", "nan"))
+
     def __init__(
         self, blocks: Iterable[nn.Module], *, dim: int = 1, squeezes: Sequence[int] | None = None,
         memory: str = "auto", fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
@@ -70,20 +75,11 @@ class CouplingNet(nn.Module):
                 f"squeezes must be one whole number from 1 per block, {len(self.blocks)} in all; got {factors}."
             )
         self.recurrence = Recurrence(dim, factors)
-        self.verify = choice("verify", verify, VERIFY)
-        self.overflow = choice("overflow", overflow, ("raise", "nan"))
+        self.verify = verify
+        self.overflow = overflow
         self.range = Range(fixed_point)
         self.memo = Memo()
         self.memory = memory
-
-    @property
-    def memory(self) -> str:
-        """The memory mode. May be set, between passes."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: str) -> None:
-        self._memory = choice("memory", memory, MODES)
 
     @property
     def fixed_point(self) -> FixedPoint | str:
@@ -98,8 +94,8 @@ class CouplingNet(nn.Module):
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> CoupledState:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         run = self._run(x, Extra(args, kwargs))
-        held = run.state.fork()
-        start = Coupling(x, self.recurrence, held.first_range(x)).hash()
+        held = run.state.copy()
+        start = Coupling(x, self.recurrence, first_range(held, x)).hash()
         return CoupledState(run.rest(), held.fixed, held, int(start), run.tracked)
 
     @torch.no_grad()
@@ -112,12 +108,9 @@ class CouplingNet(nn.Module):
                 f"this is not a state of this network: {depth}, against {len(self.blocks)} blocks here. Invert what "
                 "`encode` of the same network returned."
             )
-        held = state.held.fork()
-        with copied_buffers(self.modules()), torch.set_grad_enabled(state.grad_mode):
-            for k in reversed(range(len(self.blocks))):
-                x = held.pull(k)
-                y = self.blocks[k](x, *args, **kwargs)
-                held.retreat(k, check_output(y, x, f"block {k}"))
+        held = state.held.copy()
+        with torch.set_grad_enabled(state.grad_mode):
+            run_back(self, list(self.blocks), held, Extra(args, kwargs))
         if int(held.hash()) != state.start:
             raise ValueError(
                 "this state did not rewind to its start. It was encoded with other parameters or other extra inputs, or a "
@@ -127,8 +120,6 @@ class CouplingNet(nn.Module):
 
     def _run(self, x0: Tensor, extra: Extra) -> Pass:
         """One forward pass."""
-        check_input(x0)
-        check_surroundings()
         depth = len(self.blocks)
         seen = self.range.begin(x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=0)
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory

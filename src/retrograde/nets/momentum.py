@@ -10,7 +10,6 @@ residual network x ← x + f(x), run as such.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,31 +22,22 @@ from ..memory.stack import Stack
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
-from ..reverse.inputs import check_input, check_output, check_surroundings
+from ..reverse.inputs import check_input, check_surroundings
 from ..reverse.momentum import Momentum
-from ..reverse.parts import Memo, copied_buffers
+from ..reverse.parts import Memo
 from ..reverse.range import Range
-from ..reverse.recurrence import FORMS, RandomSign, Recurrence, gamma_of, recurrence_of
+from ..reverse.recurrence import FORMS, RandomSign, Recurrence, check_reversible, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
 from . import saved
+from .checks import Choice, choice, modules
+from .inverse import State, inverted
 from .relu import whole
 
 Gamma = float | Iterable[float] | RandomSign
 
 
-@dataclass(frozen=True, eq=False)
-class State:
-    """The end of a forward pass: `x` and `v` as floats, and the integers from which the start can be recovered."""
-
-    x: Tensor
-    v: Tensor
-    fixed: FixedPoint
-    held: Momentum = field(repr=False)
-    grad_mode: bool = field(repr=False)  # blocks may take other kernels without it
-
-
-class MomentumNet(nn.Module):
+class MomentumNet(saved.Described, nn.Module):
     """A stack of residual blocks as a momentum network.
 
     Args:
@@ -82,14 +72,17 @@ class MomentumNet(nn.Module):
     torch.Size([4, 4])
     """
 
+    verify: Any = Choice("what is compared in backward", VERIFY)
+    overflow: Any = Choice("what happens where a value is not finite", ("raise", "nan"))
+
     def __init__(
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
         form: str = "branch", velocity: str | Callable[[Tensor], Tensor] | None = None, memory: str | int | float = "auto",
         fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.blocks = nn.ModuleList(_modules(blocks))
-        self._form = _choice("form", form, FORMS)
+        self.blocks = nn.ModuleList(modules(blocks))
+        self._form = choice("form", form, FORMS)
         self.verify = verify
         self.overflow = overflow
         if velocity is not None and velocity != "first" and not callable(velocity):
@@ -112,31 +105,13 @@ class MomentumNet(nn.Module):
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
         recurrence = recurrence_of(gamma, len(self.blocks), self._form_of_steps, self.range.narrow)
-        _check_reversible(self._stack.mode, recurrence)
+        check_reversible(self._stack.mode, recurrence)
         self._stack.recurrence = recurrence
 
     @property
     def recurrence(self) -> Recurrence:
         """What the network computes, apart from its blocks."""
         return self._stack.recurrence
-
-    @property
-    def verify(self) -> str:
-        """What is compared in backward. May be set, between passes."""
-        return self._verify
-
-    @verify.setter
-    def verify(self, verify: str) -> None:
-        self._verify = _choice("verify", verify, VERIFY)
-
-    @property
-    def overflow(self) -> str:
-        """What happens where a value is not finite. May be set, between passes."""
-        return self._overflow
-
-    @overflow.setter
-    def overflow(self, overflow: str) -> None:
-        self._overflow = _choice("overflow", overflow, ("raise", "nan"))
 
     @property
     def form(self) -> str:
@@ -155,7 +130,7 @@ class MomentumNet(nn.Module):
     @memory.setter
     def memory(self, memory: str | int | float) -> None:
         mode, budget = parse_memory(memory)
-        _check_reversible(mode, self.recurrence)
+        check_reversible(mode, self.recurrence)
         self._memory = memory
         self._stack.mode = mode
         self._scheduler.budget = budget
@@ -168,73 +143,56 @@ class MomentumNet(nn.Module):
     @torch._disable_dynamo  # the pass itself is not for the compiler; compiled blocks are
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x_K, the last x. Extra inputs go to every block."""
-        check_input(x)
-        stack = self._stack
         if self._scheduler.budget is not None:
+            check_input(x)
             velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
-            stack.kind = velocity, sum(map(whole, self._steps()))
-            self._scheduler.schedule(self, [stack], (x, *args), kwargs)
-        self.plan = stack.plan_for(x.dtype, self.training)
-        run = self._run(x, Extra(args, kwargs), self.plan.reversed, self.plan.kept)
-        if stack.recorder is not None:
-            stack.recorder.done()
+            self._stack.kind = velocity, sum(map(whole, self._steps()))
+            self._scheduler.schedule(self, [self._stack], (x, *args), kwargs)
+        run = self._run(x, Extra(args, kwargs))
+        if self._stack.recorder is not None:
+            self._stack.recorder.done()
         return run.finish()
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
-        check_input(x)
-        _check_reversible("reverse", self._in_mode())
-        run = self._run(x, Extra(args, kwargs), len(self.blocks))
+        check_reversible("reverse", self._in_mode())
+        run = self._run(x, Extra(args, kwargs), MemoryPlan(len(self.blocks), 0, 0))
         held = run.state.copy()
         return State(run.finish(), run.rest(), held.fixed, held, run.tracked)
 
     @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
-        _check_reversible("reverse", self._in_mode())
-        if not isinstance(state, State) or state.held.recurrence != self.recurrence:
-            source = _describe(state.held.recurrence) if isinstance(state, State) else type(state).__name__
-            raise ValueError(
-                f"this is not a state of this network: {source}, against {_describe(self.recurrence)} here. "
-                "Invert what `encode` of the same network returned."
-            )
-        held = state.held.copy()
-        with copied_buffers(self.modules()), torch.set_grad_enabled(state.grad_mode):
-            for k, block in reversed(list(enumerate(self._steps()))):
-                x = held.pull(k)
-                y = block(x, *args, **kwargs)
-                held.retreat(k, check_output(y, x, f"block {k}"))
-            x0 = held.pull(-1)
-            again = Pass(Momentum(x0, self.recurrence, held.first_range(x0), reversible=False), x0, len(self.blocks))
-            self._launch(again, Extra(args, kwargs))
-        if not held.rewound(again.state.v):
-            raise ValueError(
-                "this state did not rewind to a start of this network. It was encoded with other parameters or other extra "
-                "inputs, or a block does not repeat itself (dropout in training mode, say: call .eval() first)."
-            )
-        return x0
+        check_reversible("reverse", self._in_mode())
+        return inverted(self, state, Extra(args, kwargs))
 
-    def _run(self, x0: Tensor, extra: Extra, reversed: int = 0, kept: int = 0) -> Pass:
-        """One forward pass, the blocks remembered in these ways (see `Pass`)."""
-        depth, recurrence = len(self.blocks), self._stack.recurrence
-        recorder = self._stack.recorder
-        observer = None if recorder is None else recorder.observer(self._stack, x0, self.training)
-        plain = (recurrence if self.training else recurrence.in_evaluation).residual
+    def _run(self, x0: Tensor, extra: Extra, plan: MemoryPlan | None = None) -> Pass:
+        """One forward pass. `plan`: how the blocks are remembered, if not as the memory mode or the budget says."""
+        stack, depth = self._stack, len(self.blocks)
+        recurrence = stack.recurrence
+        in_mode = recurrence if self.training else recurrence.in_evaluation
+        plain = in_mode.residual
+        if plain:
+            check_input(x0)
+            self.range.deferred.collect(x0)
+        else:
+            seen = self.range.begin(
+                x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=recurrence.most_guard
+            )
+        if plan is None:
+            known = None if stack.planned is not None else in_mode.plans.get((x0.dtype, stack.mode))
+            plan = self.plan = known or stack.plan_for(x0.dtype, self.training)
+        observer = None if stack.recorder is None else stack.recorder.observer(stack, x0, self.training)
         state: Any
         if plain:
-            if kept and torch.is_grad_enabled():
+            if plan.kept and torch.is_grad_enabled():
                 check_surroundings()
-            self.range.deferred.collect(x0)
             state = Residual(x0, self.form)
         else:
-            check_surroundings()
-            seen = self.range.begin(
-                x0, depth + 1, training=self.training, overflow=self._overflow, most_guard=recurrence.most_guard
-            )
             kind = Signed if recurrence.signed else Momentum
-            state = kind(x0, recurrence, seen, reversible=reversed == depth)
+            state = kind(x0, recurrence, seen, reversible=plan.reversed == depth)
         run = Pass(
-            state, x0, depth, reversed=reversed, kept=kept, verify=self._verify, memo=self.memo, deferred=self.range.deferred,
+            state, x0, depth, reversed=plan.reversed, kept=plan.kept, verify=self.verify, memo=self.memo, deferred=self.range.deferred,
             look=None if observer is None else observer.look,
         )  # fmt: skip
         if self.velocity is not None and not plain:
@@ -280,61 +238,9 @@ class MomentumNet(nn.Module):
         velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
         return {"gamma": saved.written(gamma_of(self.recurrence)), "form": self.form, "velocity": velocity}
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        saved.put(destination, prefix, self.described)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        self.compare(prefix, local_metadata)
-
-    def compare(self, prefix: str, local_metadata: dict[str, Any]) -> None:
-        """Warn if weights that are loaded are known to be of another network."""
-        saved.compare(
-            f"{type(self).__name__} {prefix[:-1]!r}",
-            local_metadata,
-            self.described,
-            "Set net.gamma, if that is all; if the change is meant, load dict(state_dict), which does not say.",
-        )
-
     def extra_repr(self) -> str:
         velocity = repr(self.velocity) if self.velocity in (None, "first") else type(self.velocity).__name__
         return (
-            f"{_describe(self.recurrence)}, velocity={velocity}, memory={self.memory!r}, "
+            f"{self.recurrence}, velocity={velocity}, memory={self.memory!r}, "
             f"fixed_point={self.fixed_point!r}, verify={self.verify!r}"
-        )
-
-
-def _describe(recurrence: Recurrence) -> str:
-    ratios = recurrence.gammas
-    gamma = str(ratios[0]) if len(set(ratios)) == 1 else f"{min(ratios)}…{max(ratios)}"
-    gamma = f"RandomSign({gamma})" if recurrence.signed else gamma
-    return f"depth={len(ratios)}, gamma={gamma}, form={recurrence.form!r}"
-
-
-def _modules(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
-        raise TypeError(
-            f"blocks must be several modules; got one {type(blocks).__name__}. Pass [block] * depth to repeat it."
-        )
-    listed = list(blocks)
-    if not listed:
-        raise ValueError("blocks is empty: a momentum network needs at least one block.")
-    for k, block in enumerate(listed):
-        if not isinstance(block, nn.Module):
-            raise TypeError(f"block {k} must be an nn.Module; got {type(block).__name__}. Wrap a function in a module.")
-    return listed
-
-
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
-    return value
-
-
-def _check_reversible(memory: str, recurrence: Recurrence) -> None:
-    if memory == "reverse" and recurrence.plain:
-        raise ValueError(
-            "gamma = 0 (and RandomSign in evaluation: call .train() first) is a plain residual network, which cannot be run in "
-            "reverse: its step forgets v. Use memory='checkpoint', 'store' or 'auto', or a gamma above 0."
         )

@@ -61,5 +61,27 @@ def compare(name: str, local_metadata: dict[str, Any], described: dict[str, Any]
     return bool(other)
 
 
+class Described:
+    """A module that notes in its `state_dict` what it computes, and warns where weights of another network are loaded."""
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What it computes."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        put(destination, prefix, self.described)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *others: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)  # type: ignore[misc]
+        self.compare(prefix, local_metadata)
+
+    def compare(self, prefix: str, local_metadata: dict[str, Any]) -> None:
+        """Warn if weights that are loaded are known to be of another network."""
+        advice = "Set net.gamma, if that is all; if the change is meant, load dict(state_dict), which does not say."
+        compare(f"{type(self).__name__} {prefix[:-1]!r}", local_metadata, self.described, advice)
+
+
 def _shown(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list | tuple) else str(value)

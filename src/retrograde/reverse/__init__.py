@@ -14,14 +14,16 @@ checks         a replay that differs from the first run is found
 extra          what a block is run with besides x: extra inputs, random numbers, autocast
 parts          what a block is made of, and how that is exchanged for a replay
 heap           free memory that malloc keeps, given back
-inputs         what a network can be given, and be run under
 
 And what it does not:
 
 recurrence     γ and form: what one momentum network computes
 coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ is of random sign
 launch         an initial velocity that is not 0
+gradients      parts of the momentum gradient: the masks of relus, second derivatives
 widening       a range that becomes wider within a pass; calibrate: which fixed point holds which values
+containers     copies of lists, dictionaries and buffers that a block may change
+inputs         what a network can be given, and be run under: everything else is refused by name
 fingerprint    which elements of what a block saves are compared
 deferred       errors on an accelerator, raised without waiting for it; cuda: graphs, and the thread of backward
 """

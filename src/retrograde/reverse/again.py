@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow
-from .extra import CONTAINERS, Extra
+from .containers import CONTAINERS
+from .extra import Extra
 from .parts import Parts, version
 
 LEFT_BEHIND = (

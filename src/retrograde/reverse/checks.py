@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.hash import digest, words
-from ..arithmetic.kernels import kernels_for
+from ..arithmetic.hash import digest
+from ..arithmetic.kernels import KERNELS
 from ..arithmetic.sample import Groups, can_sample, sample
 from ..errors import ReplayError
 from .cuda import check_capturable
@@ -50,11 +50,13 @@ class Checks:
         self.names: dict[int, str] = {}
         self.layouts: dict[int, Any] = {}
         self.picked: dict[int, list[Picked]] = {}
-        self.kernels = kernels_for(torch.empty(0, device=device))
+        self.digest = KERNELS[Tensor, device.type, torch.int32].digest
+        self.waits = device.type != "cpu" or deferred.event_on is not None  # for what becomes known later
         # 16 bytes apart: aligned as kernels like it. The last one is of the rewound state
         self.noted = torch.zeros(blocks + 2, 2, dtype=torch.int64, device=device)
         self.slots = self.noted[:, 0].unbind()
         self.state = blocks  # the slot of the state's hash; block −1 has the last one
+        self.of_state = self.slots[blocks]  # the hash before the first block that will be replayed
         # by backward pass: the hashes less those of its replays, each by itself too, and the blocks seen
         self.left: dict[int, tuple[Tensor, tuple[Tensor, ...], set[int]]] = {}
 
@@ -86,19 +88,15 @@ class Checks:
             left[2].add(k)
             self._add(k, saved, y, left[1][k], -1)
 
-    def mark(self, hashed: Tensor) -> None:
-        """The state has this hash before the first block that will be replayed."""
-        self.slots[self.state].copy_(hashed)
-
     def rewound(self, hashed: Tensor) -> None:
         """The state is back there, and has this hash."""
         if self.strict:
-            if bool(hashed != self.slots[self.state]):
+            if bool(hashed != self.of_state):
                 raise ReplayError(f"{_NOT_REWOUND} {WHEN_NOT_REPEATED}")
             return
         left = self._left()
         if left is not None:
-            left[1][self.state].copy_(self.slots[self.state] - hashed)
+            left[1][self.state].copy_(self.of_state - hashed)
             left[2].add(self.state)
 
     def _left(self) -> tuple[Tensor, tuple[Tensor, ...], set[int]] | None:
@@ -118,8 +116,9 @@ class Checks:
         wrong = (left != 0) & (left != self.noted)
         if self.state in seen:
             wrong[self.state] = left[self.state] != 0
-        names = tuple(self.names.items())
-        self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
+        if self.waits or bool(wrong.any()):
+            names = tuple(self.names.items())
+            self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
 
     def _add(self, k: int, saved: list[Tensor], y: Any, into: Tensor, sign: int) -> None:
         """Add sign times the fingerprint to `into`."""
@@ -146,7 +145,7 @@ class Checks:
         if grouped:
             sample(grouped, groups, into, sign)
         for seed, some in enumerate(samples.values(), len(grouped)):
-            self.kernels.digest(words(torch.cat(some)), into, seed, sign)
+            self.digest(torch.cat(some), into, seed, sign)
 
 
 def _layout(tensors: list[Tensor]) -> Any:

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ReplayError
 from .range import PassRange
-from .scheme import CHANGED_GRADIENT, Gradients, State, total
+from .scheme import Gradients, State, check_unchanged, total
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,11 @@ class CouplingGradient:
         self.dtype = dtype
         self.shape = shape  # of a stream at the start
         self.observed: set[int] = set()
-        self.versions: dict[
-            int, int
-        ] = {}  # of the gradients that blocks were given: a stream's go on in the same memory
+        self.versions: dict[int, int] = {}  # of the gradients that blocks were given: they go on in the same memory
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         moved = k % 2
-        self._check_unchanged(k + 1, tokens)
+        check_unchanged(tokens[1 - moved], self.versions.pop(k + 1, None))
         gradients = [total(self.dtype, token, d if stream == moved else None) for stream, token in enumerate(tokens)]
         r = self.recurrence.squeezes[k]
         gradients = [None if g is None else unsqueeze(g, r) for g in gradients]
@@ -95,19 +92,13 @@ class CouplingGradient:
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Of x₀; the float that enters is the second stream."""
-        self._check_unchanged(0, tokens)
+        check_unchanged(tokens[0], self.versions.pop(0, None))
         gv, gx = tokens[0], total(self.dtype, tokens[1], d)
         given = gx if gv is None else gv
         if given is None:
             return None
         both = [given.new_zeros(self.shape) if g is None else g for g in (gv, gx)]
         return torch.cat(both, self.recurrence.dim)
-
-    def _check_unchanged(self, k: int, tokens: Gradients) -> None:
-        """Raise if block k changed the gradient that it was given."""
-        gradient, version = tokens[k % 2], self.versions.pop(k, None)
-        if gradient is not None and version is not None and gradient._version != version:
-            raise ReplayError(CHANGED_GRADIENT)
 
     def leave(self, gradient: Tensor) -> Gradients:
         return list(gradient.to(self.dtype).chunk(2, self.recurrence.dim))
@@ -132,6 +123,9 @@ class Coupling(State):
 
     def anew(self, x0: Tensor, seen: PassRange) -> Coupling:
         return Coupling(x0, self.recurrence, seen)
+
+    def token(self) -> Tensor:
+        return self.blank.new_zeros(()).expand(self.x.shape)
 
     def token_of(self, k: int) -> int:
         return 1 - k % 2

@@ -1,8 +1,5 @@
 """What a block is run with besides x, and what must be as it was when it is run again: extra inputs, random numbers, autocast.
 
-A block may put something into a list that it is given, or that is its own. So containers are copied before its first
-run: a replay is given them as they were, and what it puts into them is dropped.
-
 A block may draw inside `torch.random.fork_rng` and leave no trace, so where the generators stand is noted before every
 run. That has to cost little: the place of a CUDA generator is two integers, its seed and its offset; that of the CPU's
 is 5 kB, and is shared between runs that find it unmoved. While a CUDA graph is captured the place of a CUDA generator
@@ -11,23 +8,25 @@ can be neither read nor set: blocks that draw from one are refused then (`cuda.U
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from .containers import copied
 from .cuda import capturing_on
 
-CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 all_at_once = deque[Any](maxlen=0).extend
 """Runs an iterator to its end in one call into C. No signal comes in between where each of its steps is one, too."""
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
 Places = tuple[list[tuple[int, int]], list[Tensor]]
+exporting = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _latest: list[tuple[Tensor, Tensor]] = []  # the last state seen of the CPU's generator, and as words
 
 
@@ -55,37 +54,10 @@ class Extra:
         return self._around
 
 
-def copied(value: Any, copies: dict[int, Any], tensors: list[Tensor] | None = None, inside: bool = False) -> Any:
-    """The value; containers in it copied, so that what is put into them later is not in the copies.
-
-    Tensors in containers come without their graphs, which would lead back to the copies.
-
-    Args:
-        copies: receives the copies, by the identity of what they are copies of.
-        tensors: receives the tensors that are in containers.
-        inside: whether the value is in a container.
-
-    >>> given = ([1], {"a": [2]})
-    >>> kept = copied(given, {})
-    >>> given[1]["a"].append(3)
-    >>> kept
-    ([1], {'a': [2]})
-    """
-    kind = type(value)
-    if inside and isinstance(value, Tensor):
-        value = value if value.grad_fn is None else value.detach().requires_grad_()
-        if tensors is not None:
-            tensors.append(value)
-        return value
-    if kind is tuple:
-        return tuple(copied(v, copies, tensors, inside) for v in value)
-    if kind not in CONTAINERS or id(value) in copies:
-        return copies.get(id(value), value)
-    other = copies[id(value)] = copy(value)
-    if kind is not set:
-        for key, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            other[key] = copied(v, copies, tensors, True)
-    return other
+def unusual() -> bool:
+    """Whether a function transform, a forward-mode derivative or a tracer is at work."""
+    traced = torch.jit.is_tracing() or exporting() or torch._C._get_dispatch_mode(_PROXY) is not None
+    return traced or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 class Generators:

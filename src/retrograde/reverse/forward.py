@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import Function
 
 from .again import Again, Run, collective, left_behind
 from .checks import Checks
@@ -27,7 +28,7 @@ from .deferred import Deferred
 from .extra import Extra
 from .inputs import check_output
 from .kept import Kept
-from .nodes import Enter, Leave, Rejoin, Step, applied, observed
+from .nodes import Enter, Leave, Rejoin, Step, observed
 from .parts import Memo, parts_of
 from .recurrence import FORMS
 from .replay import Call, Frame
@@ -38,6 +39,7 @@ LAUNCH = "velocity"
 """The name of the block that makes the initial velocity."""
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
+_step = super(Function, Step).apply  # without the look-up of function transforms, which are refused
 
 
 class Pass:
@@ -63,16 +65,15 @@ class Pass:
     ) -> None:  # fmt: skip
         self.depth = depth
         self.reversed = reversed
-        self.kept = kept
+        self.replayed = reversed + kept
         self.verify = "off" if isinstance(x0, FakeTensor) else verify  # without values there is nothing to compare
         self.memo = memo
         self.deferred = Deferred() if deferred is None else deferred
-        self.look = look
         self.check = check
+        self.look = look
         self.device = x0.device
         self.inference = torch.is_inference_mode_enabled()
         self.plain = isinstance(state, Residual)
-        self.take = applied(Step)
         self.ran_again = False
         self.again = Again(x0) if not self.plain and state.range.looks_back else None
         self._begin(state, x0)
@@ -91,18 +92,17 @@ class Pass:
     def _record(self) -> None:
         """See whether gradients are recorded, and prepare what that takes."""
         self.tracked = torch.is_grad_enabled()
-        replayed = self.reversed + self.kept
+        replays = self.tracked and self.replayed > 0
         self.checks = None
-        if self.tracked and replayed and self.verify != "off":
+        if replays and self.verify != "off":
             self.checks = Checks(self.depth, self.device, self.verify, self.deferred)
         if self.tracked and self.reversed:
             self.state.reversible = True
         self.tape = Tape(self.state, self.checks)
-        self.thread = None
-        if self.tracked and replayed and self.device.type == "cuda":
-            self.thread = SameThread()
-            if not self.plain:  # nodes outlive the backward pass: put back inside of it, the setting would be lost
-                self.state.gradient.thread = self.thread
+        self.thread = SameThread() if replays and self.device.type == "cuda" else None
+        if self.thread is not None and not self.plain:
+            # nodes outlive the backward pass: put back inside of it, the setting would be lost
+            self.state.gradient.thread = self.thread
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
@@ -111,13 +111,7 @@ class Pass:
         self._launch(block, extra, form)
 
     def _launch(self, block: Block, extra: Extra, form: str | None) -> None:
-        if form is not None:
-            self._note_form(-1, form)
-        y = self._output(block, extra, -1, LAUNCH)
-        if self.tracked:
-            *self.tokens, self.x = self.take(y, self.state, -1, *self.tokens)
-        else:
-            self.x = self.state.advance(-1, y)
+        self._take(-1, self._output(block, extra, -1, LAUNCH), form)
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
@@ -133,24 +127,12 @@ class Pass:
 
     def _step(self, block: Block, extra: Extra, name: str | None, form: str | None) -> Tensor:
         k = self.k
-        if form is not None:
-            self._note_form(k, form)
         if not self.plain and self.tape.at != k and self.state is self.tape.state:
-            self.tape.go_on_from(k)  # a backward pass has been here in between
+            self.tape.seek(k)  # a backward pass has been here in between
         if k == self.reversed and k:
-            self.state = self.state.fork()  # the tape stays here
-        x = self.x
-        self._rejoin_if_observed(x)
-        y = self._output(block, extra, k, name or f"block {k}")
-        if self.plain:
-            self.x = self.state.advance(k, y)
-        elif self.tracked:
-            self._rejoin_if_observed(x)  # the block may have put a hook on its input
-            if torch.is_autocast_enabled(self.device.type):
-                torch.clear_autocast_cache()  # NOTE 7 of `replay`: else weights cast for the block stay until the end of forward
-            *self.tokens, self.x = self.take(y, self.state, k, *self.tokens)
-        else:
-            self.x = self.state.advance(k, y)
+            self.state = self.state.copy(reversible=False)  # the tape stays here
+        self._rejoin_if_observed()
+        self._take(k, self._output(block, extra, k, name or f"block {k}"), form)
         self.k = k + 1
         if self.state is self.tape.state:
             self.tape.at = self.k
@@ -192,6 +174,20 @@ class Pass:
             else:
                 run.renew(self._step(run.block, run.extra, run.name, run.form))
 
+    def _take(self, k: int, y: Any, form: str | None) -> None:
+        """Block k gave y: take its step."""
+        state = self.state
+        if form is not None and not self.plain:
+            state.gradient.forms[k] = FORMS.index(form)
+        if self.tracked and not self.plain:
+            if k >= 0:
+                self._rejoin_if_observed()  # the block may have put a hook on its input
+                if torch.is_autocast_enabled(self.device.type):
+                    torch.clear_autocast_cache()  # NOTE 7 of `replay`: weights cast for the block would stay until forward ends
+            *self.tokens, self.x = _step(y, state, k, *self.tokens)
+        else:
+            self.x = state.advance(k, y) if k >= 0 else state.launch(y)
+
     def resume(self, x: Tensor, through: bool) -> None:
         """Go on from x, which others have had in between. `through`: what leads to it is to see all of its gradient."""
         self.x = x
@@ -207,20 +203,21 @@ class Pass:
             self.tokens = [self.state.token() for _ in range(self.state.tokens)]
             through = True
         if through:
-            self.rejoin(x)
+            self._rejoin()
 
-    def rejoin(self, x: Tensor) -> None:
+    def _rejoin(self) -> None:
         """Lead all of the gradient of the next block's input through x."""
         at = self.state.token_of(self.k)
-        self.tokens[at] = Rejoin.apply(self.tokens[at], x, self.state)
+        self.tokens[at] = Rejoin.apply(self.tokens[at], self.x, self.state)
         self.state.gradient.observed.add(self.k)
 
-    def _rejoin_if_observed(self, x: Tensor) -> None:
+    def _rejoin_if_observed(self) -> None:
         """Before the block where possible: then its gradients are added up first, as without a look."""
         if self.plain or not self.tracked or self.k in self.state.gradient.observed:
             return
-        if observed(x) or (x.grad_fn is None and x.requires_grad):
-            self.rejoin(x)
+        x = self.x
+        if x.retains_grad or (x._backward_hooks and observed(x)) or (x.grad_fn is None and x.requires_grad):
+            self._rejoin()
 
     def finish(self) -> Tensor:
         """The last x."""
@@ -230,28 +227,19 @@ class Pass:
         """What the state holds besides: v, or both streams in one."""
         return self.state.range.or_nan(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
 
-    def _note_form(self, k: int, form: str) -> None:
-        if not self.plain:
-            self.state.gradient.forms[k] = FORMS.index(form)
-
     def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
         """Run a block for the first time, remembered in its way."""
         x = self.x
-        replayed = self.reversed + self.kept
-        if (
-            not self.tracked or k >= replayed or not replayed
-        ):  # where nothing is run again, nor is what makes v₀: k = −1
+        if not self.tracked or k >= self.replayed or not self.replayed:  # the last: of what makes v₀, k = −1
             return self.check(block(x, *extra.args, **extra.kwargs), x, name)
-        reverses = self.reversed > 0 and k < self.reversed
-        kept = None if reverses else Kept(x.detach())
         call = Call(block, extra, name, memo=self.memo)
+        kept = None if k < self.reversed and self.reversed else Kept(x.detach())
         frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)
-        y = self.check(frame.run(x, None if self.look is None else partial(self.look, k, frame)), x, name)
+        y = frame.run(x, None if self.look is None else partial(self.look, k, frame))
+        if not (type(y) is Tensor and y.shape == x.shape and y.dtype == x.dtype and y.device == x.device):
+            y = self.check(y, x, name)
         if kept is None:
-            self.tape.calls[k] = call
-            if frame.shapes and self.tape.lowest is None:
-                self.tape.lowest = k
-            self.tape.stands_before(k)
+            self.tape.note(k, call, saves=bool(frame.shapes))
         elif self.plain:
             call.refuse_writes()
         elif frame.shapes and self.state.fixed.dtype.itemsize < self.state.dtype.itemsize:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
-_exporting = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+from .extra import exporting, unusual
 
 
 def check_input(x: Any, what: str = "the input") -> None:
@@ -36,8 +35,7 @@ def check_input(x: Any, what: str = "the input") -> None:
 
 def check_surroundings() -> None:
     """Refuse function transforms, forward-mode derivatives and tracers."""
-    traced = torch.jit.is_tracing() or _exporting() or torch._C._get_dispatch_mode(_PROXY) is not None
-    if traced or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if unusual():
         _refuse_surroundings()
 
 
@@ -48,7 +46,7 @@ def _refuse_surroundings() -> None:
             "forward-mode derivatives (torch.autograd.forward_ad) do not see through the integer state of this network. Use "
             "torch.autograd.functional.jvp, which takes two backward passes, or run the network outside of dual_level()."
         )
-    tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.export" if _exporting() else "make_fx"
+    tracer = "torch.jit.trace" if torch.jit.is_tracing() else "torch.export" if exporting() else "make_fx"
     raise RuntimeError(
         f"{tracer} does not see through the integer state of this network. For export, write its recurrence out in floats, as a "
         "loop over the blocks (of a momentum network: v = gamma * v + (1 - gamma) * f(x); x = x + v), which agrees up to "

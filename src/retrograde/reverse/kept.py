@@ -43,7 +43,7 @@ class Kept:
         if self.fixed is None:
             return x
         out = torch.empty_like(x, dtype=self.dtype)
-        kernels_for(x).decode(x, 2.0**-self.fixed.bits, out)
+        kernels_for(x, x.dtype).decode(x, 2.0**-self.fixed.bits, out)
         return out
 
     def settle(self, k: int, y: Any, now: bool) -> None: ...

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import packed
+from .gradients import through_form
+from .widening import widen, widened
 
 if TYPE_CHECKING:
     from .momentum import Momentum, MomentumGradient
@@ -26,13 +28,13 @@ def launch(state: Momentum, y: Tensor) -> Tensor:
             gradient.masks[-1] = packed(~(v0 <= 0), state.x)
         v0 = v0.to(seen.dtype) - seen
     if state.range.looks and not state.range.given and v0.numel() and bool(v0.isfinite().all()):
-        x, v = float(state.x.abs().amax()) * 2.0**-state.fixed.bits, float(v0.abs().amax())
-        wider = state.range.widened(x, v)
+        x, v = float(state.x.abs().amax()) * state.unit, float(v0.abs().amax())
+        wider = widened(state.fixed, x, v)
         if wider != state.fixed:
             state.range.rows[0][1] *= 2.0 ** (wider.bits - state.fixed.bits)  # |x₀| in the new units
-            state.widen(-1, x, v)
+            widen(state, -1, x, v)
             x0 = state.read()
-    state.encode(v0, state.v, None, column=0, guard=state.fixed.guard)
+    state.encode(v0, state.v, column=0, guard=state.fixed.guard)
     return x0
 
 
@@ -40,5 +42,5 @@ def launched(gradient: MomentumGradient, gx: Tensor | None, gv: Tensor | None) -
     """Gradients of the tokens and of y, from those of x₀ and v₀."""
     if gv is None:
         return [gx, None], None
-    gx, gy = gradient.through_form(-1, gx, gv)
+    gx, gy = through_form(gradient, -1, gx, gv)
     return [gx, None], gy

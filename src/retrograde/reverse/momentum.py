@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.kernels import with_address
-from ..arithmetic.reference import carried, scaled, unpacked
-from ..errors import ReplayError
+from ..arithmetic.reference import scaled, unpacked
+from .gradients import add, carried_in_graph, mask_of
 from .launch import launch, launched
-from .nodes import keeps_graph, traced
+from .nodes import traced
 from .range import PassRange
 from .recurrence import FORMS, Recurrence
-from .scheme import CHANGED_GRADIENT, Gradients, State
+from .scheme import Gradients, State, check_unchanged, plain
 
 
 class MomentumGradient:
@@ -40,7 +39,7 @@ class MomentumGradient:
     none in the last block.
 
     Attributes:
-        strides: of the state: in this layout are the masks.
+        strides: of the state: in this layout are the gradients and the masks.
         masks: by layer, where its relu passed its input, one bit an element.
         versions: by layer, that of the gy which its block was given, before the block had it.
         output_dtypes: by layer, of the blocks' outputs.
@@ -62,41 +61,34 @@ class MomentumGradient:
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of (token x, token v) and of the block's output; `d` is that of the float x."""
         p, h = tokens
-        self.check_unchanged(k + 1, h)
+        check_unchanged(h, self.versions.get(k + 1))
         if k < 0:
             return launched(self, add(p, d, self.dtype), None if h is None else h * self.recurrence.carried[0][0])
-        given = d if d is not None else h if h is not None else p
-        if given is None:
-            return [None, None], None
         if d is None:
-            d = given.new_zeros(()).expand(given.shape)
-        elif type(d) is not Tensor:
-            d = with_address(d)
+            like = h if h is not None else p
+            if like is None:
+                return [None, None], None
+            d = like.new_zeros(()).expand(like.shape)
         form = self.forms[k]
-        factors = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], form)
+        numbers = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], form)
         after = self.masks.get(k + 1) if p is None and h is not None else None
-        mask = self._kept(k) if form == 2 else None
+        mask = mask_of(self, k) if form == 2 else None
         left_out = p is None and h is None and wanted[1] and k > 0
+        gx: Tensor | None
         if traced(p, h, d):
-            passed, passed_after = (None if m is None else unpacked(m, d.shape, self.strides) for m in (mask, after))
-            out, g = carried(p, h, d, factors, passed, passed_after)
-            gy = g.to(self.dtype)
             self.versions.pop(k, None)
-            cast = g if passed is None else torch.where(passed, g, 0)
-            gx = None if left_out else out.to(self.dtype)
+            gx, gy, cast = carried_in_graph(p, h, d, numbers, mask, after, self.strides, self.dtype)
+            gx = None if left_out else gx
         else:
+            p = p if p is None or p.stride() == self.strides else plain(p, self.strides)
+            h = h if h is None or h.stride() == self.strides else plain(h, self.strides)
+            d = d if type(d) is Tensor and d.stride() == self.strides else plain(d, self.strides)
             gy = torch.empty_like(d, dtype=self.dtype)
-            if mask is not None or after is not None:  # their bits are in the order of the state
-                gy = d.new_empty_strided(d.shape, self.strides, dtype=self.dtype)
-            gx = None
-            if p is not None and p.stride() == gy.stride():
-                gx = p  # an array of ours, made one step before
-            elif not left_out:
-                gx = torch.empty_like(gy)
+            gx = p if p is not None or left_out else torch.empty_like(gy)  # p is an array of ours, made one step before
             cast = gy
             if self.output_dtypes[k] != self.dtype or mask is not None:
                 cast = torch.empty_like(gy, dtype=self.output_dtypes[k])
-            self.kernels.carry(p, h, d, factors, gx, gy, cast, mask, after)
+            self.kernels.carry(p, h, d, *numbers, gx, gy, cast, mask, after)
             if wanted[1]:
                 self.versions[k] = gy._version
         if left_out and k in self.observed:  # else the step before makes gx of gy
@@ -112,37 +104,9 @@ class MomentumGradient:
         """Of (token x, token v), from that of v as a float."""
         return [None, gradient.to(self.dtype)]
 
-    def check_unchanged(self, k: int, h: Tensor | None) -> None:
-        """Raise if block k changed the gradient that it was given."""
-        if h is not None and h._version != self.versions.get(k, h._version):
-            raise ReplayError(CHANGED_GRADIENT)
 
-    def through_form(self, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
-        if self.forms[k] != 2:
-            return (add(gx, -gf, self.dtype) if self.forms[k] else gx), gf
-        passed = unpacked(self._kept(k), gf.shape, self.strides)
-        return add(gx, -torch.where(passed, 0, gf), self.dtype), torch.where(passed, gf, 0)
-
-    def _kept(self, k: int) -> Tensor:
-        """A mask; those above it are let go of, unless the graph is to be run through again."""
-        if k not in self.masks:
-            raise RuntimeError(
-                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
-            )
-        if not keeps_graph():
-            self.masks.pop(k + 2, None)
-            if k == 0:
-                self.masks.pop(1, None)
-                return self.masks.pop(0)
-        return self.masks[k]
-
-
-def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """a + b in this dtype, into a's memory where it is an array and no graph is made of it; b is never written to."""
-    if a is None or b is None:
-        return a if b is None else b.to(dtype, copy=True)
-    return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
+EMPTIED = -1
+"""Among the buffers: the last one that the way back has done with. At layer 0 it is the first, which must be empty again."""
 
 
 class Momentum(State):
@@ -151,7 +115,7 @@ class Momentum(State):
     Args:
         x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
         seen: the range of the pass.
-        reversible: keep every buffer, so that the steps can be undone; otherwise only the current one.
+        reversible: keep every buffer, so that the steps can be undone; otherwise only those of the next step.
     """
 
     names = ("v", "x")
@@ -161,110 +125,64 @@ class Momentum(State):
     def __init__(self, x0: Tensor, recurrence: Recurrence, seen: PassRange, *, reversible: bool) -> None:
         super().__init__(x0, seen, reversible=reversible)
         self.recurrence = recurrence
-        self.buffers: list[Tensor | None] = []
-        self.leftover: Tensor | None = None  # at layer 0 again: the first buffer, to be seen empty
-        self.x = torch.empty_like(x0.detach(), dtype=seen.fixed.dtype)
+        (self.x,) = self.begin(x0)
         self.v = torch.zeros_like(self.x)
         # the dtype that plain autograd hands gradients on in; but what is carried is gain times that, which float16 may round to 0
         dtype = x0.dtype if x0.dtype == torch.bfloat16 else seen.fixed.work
         self.blank = torch.zeros((), dtype=dtype, device=x0.device).expand(x0.shape)
         self.gradient = self.gradient_type(recurrence, dtype, self.kernels, self.x.stride())
         self.forms = self.gradient.forms  # by layer, what the kernels make of its block's output
-        self.start: Tensor | None = self.room()  # x₀ decoded, until the pass takes it
-        self.encode(x0.detach(), self.x, self.start, column=1)
-
-    def encode(self, x: Tensor, q: Tensor, out: Tensor | None, column: int, guard: int = 0) -> None:
-        """Fill q with x as integers, out with what they stand for, and a column of the range's first row."""
-        fixed = self.fixed
-        self.kernels.encode(x, 2.0 ** (fixed.bits + guard), 2.0**-fixed.bits, q, out, self.range.rows[0], column)
-        if not self.range.fits(0):
-            self.range.refuse(0)
-
-    def token(self) -> Tensor:
-        return self.blank.detach()
-
-    def read(self) -> Tensor:
-        out, self.start = self.start, None
-        return self.decoded("x") if out is None else out
 
     def rest(self) -> Tensor:
         """v as a float."""
         return self.room().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
 
-    def advance(self, k: int, y: Tensor) -> Tensor:
-        """Take step k; with k = −1, set v to f of an output y."""
-        if k < 0:
-            return launch(self, y)
-        if k in self.recurrence.begins:
-            dtype = self.recurrence.begins[k]
-            kept = self.buffers if self.reversible else self.buffers[-1:] if k in self.recurrence.straddles else []
-            self.buffers = [*kept, None if dtype is None else torch.zeros_like(self.x, dtype=dtype)]
-        return super().advance(k, y)
+    def launch(self, y: Tensor) -> Tensor:
+        return launch(self, y)
 
     def take(self, k: int, y: Tensor) -> Tensor:
-        out = self.room()
-        self.gradient.output_dtypes[k] = y.dtype
+        begin, dtype, over = self.recurrence.places[k]
+        if begin == k and dtype is not None and k not in self.buffers:
+            if not self.reversible:  # the one before is needed only where the step reaches into it
+                last = self.recurrence.places[k - 1][0]
+                self.buffers = {last: self.buffers[last]} if over else {}
+            self.buffers[k] = torch.zeros_like(self.x, dtype=dtype)
         mask = None
         if self.forms[k] == 2:
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
             self.gradient.masks[k] = mask
-        arguments, straddling = self._arguments(k, y)
-        self.kernels.advance(*arguments, out, self.range.rows[k + 1], mask, *straddling)
+        out = self.room()
+        *step, before, over = self._step(k, y)
+        self.gradient.output_dtypes[k] = step[3].dtype
+        self.kernels.advance(*step, out, self.range.rows[k + 1], mask, before, over)
         return out
 
     def draw(self, k: int, out: Tensor | None) -> None:
-        out = self.room() if out is None else out
-        self.kernels.pull(self.x, self.v, 2.0**-self.fixed.bits, self.fixed.guard, out)
+        self.kernels.pull(self.x, self.v, self.unit, self.fixed.guard, self.room() if out is None else out)
 
     def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        arguments, straddling = self._arguments(k, y)
-        self.kernels.retreat(*arguments, out, *straddling)
+        *step, before, over = self._step(k, y)
+        self.kernels.retreat(*step, out, before, over)
+        if k in self.buffers:
+            self.buffers[EMPTIED] = self.buffers.pop(k)
 
-    def _arguments(self, k: int, y: Tensor) -> tuple[tuple[Any, ...], tuple[Tensor | None, int]]:
-        """Of the kernels: x to guard; and the buffer before that of step k with how many bits of the step's digit go there."""
-        n, d, _, factor = self.recurrence.factors[k]
-        fixed = self.fixed
+    def _step(self, k: int, y: Tensor) -> tuple[Any, ...]:
+        """Arguments of the kernels: x to guard; then the buffer before that of step k with how many bits of its digit go there."""
         y = y.detach()
-        y = y if type(y) is Tensor else with_address(y)
-        numbers = (n, d, factor * 2.0 ** (fixed.bits + fixed.guard), 2.0**-fixed.bits, self.forms[k], fixed.guard)
-        over = self.recurrence.straddles.get(k, 0)
-        return (self.x, self.v, self.buffers[-1], y, self.dtype, *numbers), (self.buffers[-2] if over else None, over)
-
-    def end(self, k: int) -> None:
-        super().end(k)
-        if k in self.recurrence.begins:
-            self.leftover = self.buffers.pop()
+        if type(y) is not Tensor or y.stride() != self.x.stride() or y.dtype == torch.float64:
+            y = plain(y, self.x.stride(), self.fixed.work)
+        n, d, _, factor = self.recurrence.factors[k]
+        begin, _, over = self.recurrence.places[k]
+        numbers = (n, d, factor / self.guarded_unit, self.unit, self.forms[k], self.fixed.guard)
+        before = self.buffers[self.recurrence.places[k - 1][0]] if over else None
+        return self.x, self.v, self.buffers.get(begin), y, self.dtype, *numbers, before, over
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
-        x = float(self.x.abs().amax()) * 2.0**-self.fixed.bits
-        v = float(self.v.abs().amax()) * 2.0 ** -(self.fixed.bits + self.fixed.guard)
+        x = float(self.x.abs().amax()) * self.unit
+        v = float(self.v.abs().amax()) * self.guarded_unit
         _, _, gamma, factor = self.recurrence.factors[k]
         v1 = gamma * v + factor * (f + (x if self.gradient.forms[k] else 0.0))
         return x + v1, v1
 
-    def rewound(self, v0: Tensor | None) -> bool:
-        """At layer 0: whether v and the buffer are back at their initial values, so that every step was undone."""
-        moved = self.v if v0 is None else self.v - v0
-        return not moved.any() and (self.leftover is None or not self.leftover.any())
-
     def anew(self, x0: Tensor, seen: PassRange) -> Momentum:
         return type(self)(x0, self.recurrence, seen, reversible=self.reversible)
-
-    def copy(self) -> Momentum:
-        other: Momentum = super().copy()
-        other.buffers = [None if b is None else b.clone() for b in self.buffers]
-        return other
-
-    def fork(self) -> Momentum:
-        kept, self.buffers = self.buffers, self.buffers[-1:]  # the copy goes on with the last buffer alone
-        try:
-            other: Momentum = super().fork()
-        finally:
-            self.buffers = kept
-        return other
-
-    def free(self) -> None:
-        super().free()
-        self.buffers = []
-        self.leftover = None
-        self.start = None

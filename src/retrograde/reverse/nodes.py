@@ -51,7 +51,7 @@ class Step(Function):
         ctx.k = k
         ctx.dtype = y.dtype
         ctx.gradient = state.gradient
-        x = state.advance(k, y)
+        x = state.advance(k, y) if k >= 0 else state.launch(y)
         return *[state.token() for _ in range(state.tokens)], x
 
     @staticmethod
@@ -84,11 +84,6 @@ class Rejoin(Function):
         if p is None:
             return None, None, None
         return p.new_zeros(()).expand(p.shape), p.to(ctx.dtype), None  # None would say that gx was left out
-
-
-def applied(node: type[Function]) -> Any:
-    """`node.apply`; where no function transform is active, without the look-up of one at every call."""
-    return node.apply if torch._C._are_functorch_transforms_active() else super(Function, node).apply  # type: ignore[misc]
 
 
 def observed(x: Tensor) -> bool:

@@ -8,8 +8,7 @@ memo; what is no longer as it was is looked up anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -22,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from .extra import CONTAINERS, copied
+from .containers import CONTAINERS, copied
 
 _training = attrgetter("training")
 STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
@@ -111,7 +110,8 @@ class Parts:
         return len(now) == len(self.contents) and all(map(is_, now, self.contents))
 
     def _contents(self) -> list[Any]:
-        modules = self.modules
+        root = self.root()
+        modules = self.inner if root is None else (root, *self.inner)
         sizes = [len(vars(modules[k])) for k, _ in self.noted]  # a module may have been given a list of losses since
         return [*map(_training, modules), *sizes, *chain.from_iterable(self.views)]
 
@@ -148,20 +148,6 @@ def _has_statistics(module: nn.Module) -> bool:
     if not isinstance(module, _NormBase) or not module.training or not module.track_running_stats:
         return False
     return type(module).forward in STATISTICS_ONLY
-
-
-@contextmanager
-def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the modules work on copies of their buffers for a while."""
-    own = [m._buffers for m in modules if m._buffers]
-    originals = [dict(entries) for entries in own]
-    try:
-        for entries in own:
-            entries.update({name: b if b is None else b.clone() for name, b in entries.items()})
-        yield
-    finally:
-        for entries, original in zip(own, originals, strict=True):
-            entries.update(original)
 
 
 def _scratch(statistics: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
-from ..arithmetic.fixed import FixedPoint, integer_dtype
+from ..arithmetic.fixed import INTEGERS, FixedPoint
 from .calibrate import (
     MOST_GUARD,
     calibrated,
@@ -36,6 +36,8 @@ from .calibrate import (
 )
 from .cuda import capturing
 from .deferred import FIRST_STEP, Deferred
+from .extra import unusual
+from .inputs import check_input, check_surroundings
 
 YIELDED = 6
 """Bits that evaluation gives up at most to hold what training had to."""
@@ -122,14 +124,6 @@ class PassRange:
         self.start = seen[0][1]
         return True
 
-    def widened(self, x: float, v: float) -> FixedPoint:
-        """A fixed point that holds |x| and |v| up to these, no finer than the one in use."""
-        now = self.fixed
-        ideal = calibrated(x, v, now.dtype, now.guard)
-        bits = min(now.bits, ideal.bits)
-        guard = min(now.bits + now.guard, ideal.bits + ideal.guard) - bits
-        return FixedPoint(bits, now.dtype, max(guard, 0))
-
     def refuse(self, row: int) -> None:
         """Raise because of the values of this row; or, if that was asked for, let the output be NaN."""
         self.broken = True
@@ -185,9 +179,15 @@ class Range:
     ) -> PassRange:  # fmt: skip
         """The range of a pass on x0. Raises here what an earlier pass on an accelerator turns out to have met.
 
+        A pass begins here: what cannot be its input, and what it cannot be run under, is refused.
+
         Args:
             stepwise: look after every step, also where that makes the host wait.
         """
+        usual = type(x0) is Tensor and x0.is_floating_point() and x0.layout is torch.strided and not x0.is_nested
+        if not usual or unusual():
+            check_input(x0)
+            check_surroundings()
         if self.deferred.waiting or self.deferred.captured:
             self.deferred.collect(x0)
         if x0.is_meta and torch.is_grad_enabled():
@@ -197,7 +197,7 @@ class Range:
             )
         if self.narrow and x0.dtype == torch.float64:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
-        dtype = integer_dtype(x0.dtype, self.narrow)
+        dtype = INTEGERS.get(x0.dtype, torch.int16 if self.narrow else torch.int32)
         given = isinstance(self.setting, FixedPoint)
         if given:
             known = fixed = replace(self.setting, dtype=dtype)

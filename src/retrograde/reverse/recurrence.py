@@ -71,6 +71,12 @@ class Recurrence:
     narrow: bool = False  # x and v are held in 16 bits
     signed: bool = False  # γ is of random sign: see `sign`
 
+    def __str__(self) -> str:
+        ratios = self.gammas
+        gamma = str(ratios[0]) if len(set(ratios)) == 1 else f"{min(ratios)}…{max(ratios)}"
+        gamma = f"RandomSign({gamma})" if self.signed else gamma
+        return f"depth={len(ratios)}, gamma={gamma}, form={self.form!r}"
+
     def __reduce__(self) -> Any:
         return Recurrence, (self.gammas, self.form, self.narrow, self.signed)
 
@@ -114,7 +120,7 @@ class Recurrence:
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
-        """Memory plans worked out for it (`memory.stack`)."""
+        """Memory plans worked out for it, by the dtype of the input and the memory mode (`memory.stack`)."""
         return {}
 
     @cached_property
@@ -123,9 +129,13 @@ class Recurrence:
         return buffers(self.gammas)
 
     @cached_property
-    def straddles(self) -> dict[int, int]:
-        """Where a step takes bits to the buffer before its own, too, and how many."""
-        return straddles(self.gammas)
+    def places(self) -> list[tuple[int, torch.dtype | None, int]]:
+        """By step: where its information buffer begins, its dtype, and how many bits of the step go to the buffer before."""
+        begins, shared, found, begin = self.begins, straddles(self.gammas), [], 0
+        for k in range(len(self.gammas)):
+            begin = k if k in begins else begin
+            found.append((begin, begins[begin], shared.get(k, 0)))
+        return found
 
 
 def recurrence_of(gamma: Any, depth: int, form: str, narrow: bool) -> Recurrence:
@@ -138,3 +148,12 @@ def gamma_of(recurrence: Recurrence) -> Any:
     ratios = recurrence.gammas
     gamma: Fraction | tuple[Fraction, ...] = ratios[0] if len(set(ratios)) == 1 else ratios
     return RandomSign(gamma) if recurrence.signed else gamma
+
+
+def check_reversible(memory: str, recurrence: Recurrence) -> None:
+    """Raise where a memory mode asks for what γ = 0 does not allow."""
+    if memory == "reverse" and recurrence.plain:
+        raise ValueError(
+            "gamma = 0 (and RandomSign in evaluation: call .train() first) is a plain residual network, which cannot be run in "
+            "reverse: its step forgets v. Use memory='checkpoint', 'store' or 'auto', or a gamma above 0."
+        )

@@ -13,9 +13,9 @@ NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape 
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
 NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
-    changes (`extra`) are put back around a replay, and restored after it: by one call into C, the first one of its `try`
-    or `finally`, so that Ctrl-C cannot come in between. (Python looks for signals where a function of its own begins, and
-    after each call.) What autograd saves is caught without `torch.autograd.graph.saved_tensors_hooks` for that reason.
+    changes (`containers`) are put back around a replay, and restored after it: by one call into C, the first one of its
+    `try` or `finally`, so that Ctrl-C cannot come in between. (Python looks for signals where a function of its own begins,
+    and after each call.) What autograd saves is caught without `torch.autograd.graph.saved_tensors_hooks` for that reason.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `cuda.SameThread`.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import ReplayError
+from .containers import copied, copied_arguments
 from .cuda import Undrawn
-from .extra import Extra, all_at_once, autocast_put, autocast_state, copied, shared
+from .extra import Extra, all_at_once, autocast_put, autocast_state, shared
 from .heap import give_back
 from .parts import Memo, parts_of
 
@@ -104,7 +105,8 @@ class Call:
         finally:
             _pop_hooks()
         self.writes = x._version != before
-        self._check_unchanged("{} changed a parameter, a buffer or an extra input while it ran")
+        if list(map(version, self.watched)) != self.versions:
+            self._refuse_change("{} changed a parameter, a buffer or an extra input while it ran")
         replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
         if replaced:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
@@ -116,12 +118,8 @@ class Call:
         inside: list[Tensor] = []
         self.attributes = self.parts.attributes(copies, inside)
         if self.contains:
-            self.args, self.kwargs = self._arguments(copies, inside)
+            self.args, self.kwargs = copied_arguments(self.args, self.kwargs, copies, inside)
         self.watched = [*self.watched, *(t for t in inside if not t.is_inference())]
-
-    def _arguments(self, copies: dict[int, Any], inside: list[Tensor] | None = None) -> tuple[Any, dict[str, Any]]:
-        kwargs = {name: copied(value, copies, inside) for name, value in self.kwargs.items()}
-        return copied(self.args, copies, inside), kwargs
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
         """Run the block as it was run first, on a fresh x; its output.
@@ -130,7 +128,8 @@ class Call:
             saved: receives the tensors that autograd wants saved.
             wanted: stop, without an output, at this number of them.
         """
-        self._check_unchanged("a parameter, buffer or extra input of {} was changed after its forward pass")
+        if list(map(version, self.watched)) != self.versions:
+            self._refuse_change("a parameter, buffer or extra input of {} was changed after its forward pass")
         if self.parts.dtype != self.dtype:
             raise ReplayError(
                 f"the parameters of {self.name} were made {self.parts.dtype} after its forward pass, in which they were "
@@ -156,7 +155,9 @@ class Call:
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         copies: dict[int, Any] = {}
-        args, kwargs = self._arguments(copies) if self.contains else (self.args, self.kwargs)
+        args, kwargs = self.args, self.kwargs
+        if self.contains:
+            args, kwargs = copied_arguments(args, kwargs, copies)
         attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
         exchange, put_back = self.parts.exchanged(grad, attributes)
         autocast = autocast_state(x.device.type)
@@ -188,11 +189,9 @@ class Call:
                 f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
             )
 
-    def _check_unchanged(self, problem: str) -> None:
-        now = list(map(version, self.watched))
-        if now != self.versions:
-            shapes = (t.shape for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
-            raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(next(shapes))}). {_ADVICE}")
+    def _refuse_change(self, problem: str) -> None:
+        changed = next(t for t, before in zip(self.watched, self.versions, strict=True) if t._version != before)
+        raise ReplayError(f"{problem.format(self.name)} (a tensor of shape {tuple(changed.shape)}). {_ADVICE}")
 
 
 class Frame:

@@ -8,30 +8,25 @@ A scheme is one file with a `State` and a `Gradient`:
     residual    x ← x + f(x): γ = 0, which cannot be reversed
 
 The pass (`forward`) drives a state forwards, the tape (`tape`) drives it back, and the autograd nodes (`nodes`) ask
-its gradient. A scheme moves its integers in place. The state does the rest: where a step leaves the range, it is
-undone, the integers are shifted to the right, and it is taken again; the bits shifted out are kept until the way
-back. docs/extending.md builds a scheme from nothing.
+its gradient. A scheme moves its integers in place. Where a step leaves the range, it is undone and taken again in a
+wider one (`widening`). docs/extending.md builds a scheme from nothing.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ..arithmetic.fixed import FixedPoint
-from ..arithmetic.hash import digest
-from ..arithmetic.kernels import kernels_for
+from ..arithmetic.kernels import KERNELS
+from ..errors import ReplayError
 from .range import PassRange
-from .widening import Widening
+from .widening import Widening, pull_before, take_wider
 
-CHANGED_GRADIENT = (
-    "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed copy "
-    "instead."
-)
 Gradients = list[Tensor | None]
 """Of tokens; None for zero."""
 
@@ -39,48 +34,57 @@ Gradients = list[Tensor | None]
 def total(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:
     """The sum of gradients, in this dtype."""
     given = [g.to(dtype) for g in gradients if g is not None]
-    if not given:
-        return None
-    first, *others = given
-    return sum(others, start=first)
+    return sum(given[1:], start=given[0]) if given else None
+
+
+def plain(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.float64) -> Tensor:
+    """t as the kernels take it: in this memory layout; not a subclass that may hold its values elsewhere (a collective under way);
+    not wider than `work`."""
+    if type(t) is not Tensor and not isinstance(t, FakeTensor):
+        t = t.detach().clone()
+    if t.dtype == torch.float64 and work == torch.float32:
+        t = t.float()
+    return t if t.stride() == strides else t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def check_unchanged(gradient: Tensor | None, version: int | None) -> None:
+    """Raise if a block changed the gradient that it was given, at this version."""
+    if gradient is not None and version is not None and gradient._version != version:
+        raise ReplayError(
+            "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed "
+            "copy instead."
+        )
 
 
 class Gradient(Protocol):
-    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward.
-
-    Attributes:
-        observed: layers at whose input somebody looks: there the gradient of a token must not be left out.
-    """
+    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward."""
 
     observed: set[int]
+    """Layers at whose input somebody looks: there the gradient of a token must not be left out."""
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the tokens and of the block's output that went into step k.
+        """Gradients of the tokens and of the block's output that went into step k; −1 sets the initial state from an output.
 
         Args:
-            k: the step; −1 sets the initial state from an output.
             tokens: gradients of the tokens that came out.
             d: the gradient of the float that came out, which is the next block's input.
             wanted: which tokens need a gradient.
         """
-        ...
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Gradient of the network's input."""
-        ...
 
     def leave(self, gradient: Tensor) -> Gradients:
         """Gradients of the tokens, from that of what `State.rest` returned."""
-        ...
 
 
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
     A scheme defines `take`, `draw` and `undo`, has a `gradient`, and replaces what else it needs to be different.
-
     Attributes:
         fixed: the fixed point now.
+        buffers: what steps keep besides for the way back, by layer.
         widenings: by step, the ranges that became wider before it.
         reversible: whether what a step back needs is kept.
     """
@@ -95,48 +99,63 @@ class State:
     entered: ClassVar[int] = 1
     """How many of them, the first ones, depend on the input: the others start without a gradient."""
     gradient: Any
-    blank: Tensor
-    """A zero, of which tokens are made."""
 
     def __init__(self, x0: Tensor, seen: PassRange, *, reversible: bool = True) -> None:
         self.range = seen
-        self.fixed = seen.fixed
         self.reversible = reversible
         self.dtype = x0.dtype
-        self.kernels = kernels_for(x0)
+        self.kernels = KERNELS[type(x0), x0.device.type, seen.fixed.dtype]
+        self.buffers: dict[int, Tensor] = {}
         self.widenings: dict[int, Widening] = {}
+        self.hold(seen.fixed)
+
+    def hold(self, fixed: FixedPoint) -> None:
+        """Use this fixed point from now on."""
+        self.fixed = fixed
+        self.unit = 2.0**-fixed.bits
+        self.guarded_unit = 2.0 ** -(fixed.bits + fixed.guard)
+        self.range.hold(fixed)
 
     def begin(self, *parts: Tensor) -> list[Tensor]:
         """The parts of the input as integers, noted as the start of the pass."""
-        self.blank = torch.zeros((), dtype=self.fixed.work, device=parts[0].device)
-        scaled = [part.detach().to(self.fixed.work) * 2.0**self.fixed.bits for part in parts]
-        self.note(0, *scaled)
+        self.blank = torch.zeros((), dtype=self.fixed.work, device=parts[0].device).expand(parts[0].shape)
+        found = [torch.empty_like(part.detach(), dtype=self.fixed.dtype) for part in parts]
+        for part, q in zip(parts, found, strict=True):
+            self.encode(part, q, column=1)
+        return found
+
+    def encode(self, x: Tensor, q: Tensor, column: int, guard: int = 0) -> None:
+        """Fill q with x as integers, and note the largest in a column of the range's first row."""
+        x = x.detach()
+        if type(x) is not Tensor or x.stride() != q.stride() or x.dtype == torch.float64:
+            x = plain(x, q.stride(), self.fixed.work)
+        self.kernels.encode(x, 2.0 ** (self.fixed.bits + guard), q, self.range.rows[0], column)
         if not self.range.fits(0):
             self.range.refuse(0)
-        return [torch.round(part).to(self.fixed.dtype) for part in scaled]
 
     def integers(self, y: Tensor) -> Tensor:
         """A block's output as integers. 0 where it is NaN or beyond them, so that it can be taken off again even then."""
         step = torch.round(y.detach().to(self.fixed.work) * 2.0**self.fixed.bits)
         return torch.where(step.abs() <= self.fixed.limit, step, 0).to(self.fixed.dtype)
 
-    def note(self, row: int, *values: Tensor) -> None:
-        """Note the largest magnitude of values, which are in units of the integers, in a row of the range. NaN stays NaN."""
+    def note_step(self, k: int, y: Tensor, moved: Tensor) -> None:
+        """Note in the range the largest magnitudes of the block's output and of what step k has made of a tensor of integers."""
+        values = (y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, moved)
         ends = [end.to(self.fixed.work).abs() for v in values if v.numel() for end in torch.aminmax(v)]
         if ends:
-            self.range.rows[row].copy_(torch.stack(ends).amax())
-
-    def note_step(self, k: int, y: Tensor, moved: Tensor) -> None:
-        """Note what step k has made of a tensor of integers, and the block's output, in the range."""
-        self.note(k + 1, y.detach().to(self.fixed.work) * 2.0**self.fixed.bits, moved)
+            self.range.rows[k + 1].copy_(torch.stack(ends).amax())  # NaN stays NaN
 
     def token(self) -> Tensor:
         """A new token."""
-        return self.blank.expand(getattr(self, self.names[0]).shape)
+        return self.blank.detach()
 
     def token_of(self, k: int) -> int:
         """Which token goes with the float input of block k."""
         return 0
+
+    def input_name(self, k: int) -> str:
+        """Which of the integers block k reads."""
+        return "x"
 
     def read(self) -> Tensor:
         """The next block's input, as a float."""
@@ -144,6 +163,10 @@ class State:
 
     def rest(self) -> Tensor:
         """What a network returns besides x, or instead: the velocity, or both streams in one."""
+        raise NotImplementedError
+
+    def launch(self, y: Tensor) -> Tensor:
+        """Set the initial state from a block's output; the first block's input."""
         raise NotImplementedError
 
     def take(self, k: int, y: Tensor) -> Tensor:
@@ -160,70 +183,28 @@ class State:
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
         """How large x and v may be after step k, for a block's output of at most f."""
-        largest = max(float(getattr(self, name).abs().amax()) for name in self.names) * 2.0**-self.fixed.bits
+        largest = max(float(getattr(self, name).abs().amax()) for name in self.names) * self.unit
         return largest + f, largest + f
-
-    def input_name(self, k: int) -> str:
-        """Which of the integers block k reads."""
-        return "x"
 
     def advance(self, k: int, y: Tensor) -> Tensor:
         """Block k gave y: take the step, in a wider range if need be; the next block's input."""
         out = self.take(k, y)
         if self.range.fits(k + 1):
             return out
-        f = float(y.detach().abs().amax())
-        if self.range.given or not math.isfinite(f):
-            self.range.refuse(k + 1)
-            return out
         del out  # it is made anew, and may be as much as the step has room for
-        return self._take_wider(k, y, f)
-
-    def _take_wider(self, k: int, y: Tensor, f: float) -> Tensor:
-        """Step k left the range, by an output of up to f: undo it, widen the range, and take it again."""
-        self.draw(k, None)
-        self.undo(k, y, None)
-        self.widen(k, *self.reach(k, f))
-        out = self.take(k, y)
-        if not self.range.fits(k + 1):  # x does not fit its float
-            self.range.refuse(k + 1)
-        return out
-
-    def widen(self, k: int, x: float, v: float) -> None:
-        """Before step k, make room for |x| and |v| up to these."""
-        widening = Widening(self, x, v)
-        if self.reversible:
-            self.widenings[k] = widening
-
-    def hold(self, fixed: FixedPoint) -> None:
-        """Use this fixed point from now on."""
-        self.fixed = fixed
-        self.range.hold(fixed)
+        return take_wider(self, k, y)
 
     def pull(self, k: int) -> Tensor:
         """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
         if k < 0 or k in self.widenings:
-            return self._pull_before(k)
+            return pull_before(self, k)
         out = self.room()
         self.draw(k, out)
         return out
 
-    def _pull_before(self, k: int) -> Tensor:
-        """`pull` of an input that was read in the range before a widening, or before step 0."""
-        if k >= 0:
-            self.draw(k, None)
-        if k not in self.widenings:
-            return self.decoded("x")
-        widening, name = self.widenings[k], self.input_name(k)
-        return self.decoded(name, widening.before, widening.narrowed(self, name))
-
     def retreat(self, k: int, y: Tensor) -> None:
         """Second half: block k gave y on the input that `pull` returned."""
         self.undo(k, y, None)
-        self.end(k)
-
-    def end(self, k: int) -> None:
-        """Step k is undone for good: go back to the range before it."""
         if k in self.widenings:
             self.widenings.pop(k).undo(self)
 
@@ -234,53 +215,45 @@ class State:
             return self.pull(k - 1)
         out = self.room()
         self.undo(k, y, out)
-        self.end(k)
         return out
 
     def room(self) -> Tensor:
         """Room for a float like the integers that blocks read."""
         return torch.empty_like(getattr(self, self.names[0]), dtype=self.dtype)
 
-    def decoded(self, name: str, fixed: FixedPoint | None = None, q: Tensor | None = None) -> Tensor:
+    def decoded(self, name: str) -> Tensor:
         """Integers as a float."""
-        q = getattr(self, name) if q is None else q
+        q = getattr(self, name)
         out = torch.empty_like(q, dtype=self.dtype)
-        self.kernels.decode(q, 2.0 ** -(fixed or self.fixed).bits, out)
+        self.kernels.decode(q, self.unit, out)
         return out
 
     def hash(self) -> Tensor:
         """By which a rewound state is recognised."""
-        total = digest(getattr(self, self.names[0]))
-        for seed, name in enumerate(self.names[1:], start=1):
-            digest(getattr(self, name), total, seed)
-        return total
-
-    def first_range(self, x0: Tensor) -> PassRange:
-        """A range that begins as the one of this pass did."""
-        first = min(self.widenings, default=None)
-        return self.range.again(x0, self.fixed if first is None else self.widenings[first].before)
+        found = torch.zeros((), dtype=torch.int64, device=self.blank.device)
+        for seed, name in enumerate(self.names):
+            self.kernels.digest(getattr(self, name), found, seed, 1)
+        return found
 
     def anew(self, x0: Tensor, seen: PassRange) -> Any:
         """A state like this one at the start of its pass, in another range."""
         return type(self)(x0, seen)
 
-    def copy(self) -> Any:
-        """A copy that can be moved alone."""
+    def copy(self, *, reversible: bool = True) -> Any:
+        """A copy that can be moved alone; if not `reversible`, forwards only."""
         other = copy.copy(self)
+        other.reversible = self.reversible and reversible
         for name in self.names:
             setattr(other, name, getattr(self, name).clone())
+        kept = self.buffers if other.reversible else sorted(self.buffers)[-1:]
+        other.buffers = {at: self.buffers[at].clone() for at in kept}
         other.range = copy.copy(self.range)
         other.widenings = dict(self.widenings)
         return other
 
-    def fork(self) -> Any:
-        """A copy that goes on alone, forwards only."""
-        other = self.copy()
-        other.reversible = False
-        return other
-
     def free(self) -> None:
         """Let go of every tensor of the state."""
+        self.buffers = {}
         self.widenings = {}
         for name in self.names:
             delattr(self, name)

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import packed
+from .gradients import add, through_form
 from .launch import launched
-from .momentum import Momentum, MomentumGradient, add
+from .momentum import Momentum, MomentumGradient
 from .nodes import traced
 from .range import PassRange
 from .recurrence import Recurrence
-from .scheme import Gradients, total
+from .scheme import Gradients, check_unchanged, total
 
 
 class SignedGradient(MomentumGradient):
@@ -45,7 +46,7 @@ class SignedGradient(MomentumGradient):
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         p, h = tokens
-        self.check_unchanged(k + 1, h)
+        check_unchanged(h, self.versions.get(k + 1))
         gx, gv = add(p, d, self.dtype), h
         if h is not None and k + 1 < len(self.signs):  # after the last step it is v's own gradient
             gamma = self.gamma(k + 1)
@@ -56,7 +57,7 @@ class SignedGradient(MomentumGradient):
         if both is None:
             return [None, None], None
         gy = (both * (1 - self.gamma(k))).to(self.dtype)
-        gx, given = self.through_form(k, gx, gy)
+        gx, given = through_form(self, k, gx, gy)
         if traced(both):
             self.versions.pop(k, None)
         else:

@@ -18,7 +18,6 @@ from .scheme import State
 if TYPE_CHECKING:
     from .checks import Checks
 
-
 INTERRUPTED = "An earlier backward pass through this network was interrupted. Run the forward pass again."
 
 
@@ -41,15 +40,16 @@ class Tape:
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
         self.lost = ""  # why there is nothing to go on from: a step that stops half-way leaves nothing
 
-    def stands_before(self, k: int) -> None:
-        """Forward stands before block k, which has something to replay, or some block before it has."""
+    def note(self, k: int, call: Call, saves: bool) -> None:
+        """Forward stands before the step of block k, which was run by this call; whether it saves anything to replay."""
+        self.calls[k] = call
+        if saves and self.lowest is None:
+            self.lowest = k
         if self.checks is not None and self.marked is None and self.lowest is not None and k >= 0:
             self.marked = k
-            self.checks.mark(self.state.hash())
+            self.checks.of_state.copy_(self.state.hash())
 
     def recall(self, k: int) -> Tensor:
-        if self.lost:
-            raise RuntimeError(self.lost)
         if self.at <= k or k < 0:
             self.seek(max(k, 0))
             return self.state.pull(k) if k < 0 else self.state.read()
@@ -58,11 +58,13 @@ class Tape:
         return self._pull()
 
     def settle(self, k: int, y: Tensor, now: bool) -> None:
-        if self.pulled:
-            self._finish_later(k, y)
+        if self.pulled:  # the step back is owed. No call, and so no signal, comes in between
+            self.pulled = False
+            self.at = k
+            self.owed = y
         if k == self.lowest:
             self._served()
-        if now:
+        if now and not self.lost:
             self.seek(self.at)
 
     def pass_by(self, k: int) -> None:
@@ -76,10 +78,14 @@ class Tape:
             self.failed = x.detach()
 
     def seek(self, k: int, lazily: bool = False) -> None:
+        """Go to layer k. `lazily`: the last step back may be left half done."""
+        if self.lost:
+            raise RuntimeError(self.lost)
         while self.at > k or self.pulled:
-            x = self._pull()
-            y = self._output(self.at - 1, x)
-            self._finish_later(self.at - 1, y)
+            y = self._output(self.at - 1, self._pull())
+            self.pulled = False
+            self.at -= 1
+            self.owed = y
         if self.owed is not None and not lazily:
             self.lost = INTERRUPTED
             y, self.owed = self.owed, None
@@ -92,18 +98,13 @@ class Tape:
             self.at += 1
             self.lost = ""
 
-    def go_on_from(self, k: int) -> None:
-        """Forward goes on from layer k, though a backward pass has been here in between."""
-        if self.lost:
-            raise RuntimeError(self.lost)
-        self.seek(k)
-
     def _pull(self) -> Tensor:
+        """Take the first half of a step back, and what is owed of the one before; the block's input."""
+        if self.lost or (self.pulled and self.failed is None):
+            raise RuntimeError(self.lost or INTERRUPTED)
         if self.pulled:
-            if self.failed is None:
-                self.lost = INTERRUPTED
-                raise RuntimeError(self.lost)
             again, self.failed = self.failed, None
+            assert again is not None
             return again
         self.lost = INTERRUPTED
         y, self.owed = self.owed, None
@@ -111,14 +112,6 @@ class Tape:
         self.pulled = True
         self.lost = ""
         return x
-
-    def _finish_later(self, k: int, y: Tensor) -> None:
-        """Block k gave y on what was pulled: its step back is owed."""
-        self.lost = INTERRUPTED
-        self.pulled = False
-        self.at = k
-        self.owed = y
-        self.lost = ""
 
     def _output(self, k: int, x: Tensor) -> Tensor:
         """Block k again, for its output alone."""

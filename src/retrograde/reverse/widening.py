@@ -7,12 +7,17 @@ The rest, what is shifted out, is kept beside the state until backward, so nothi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..arithmetic.fixed import FixedPoint
+from .calibrate import calibrated
+
 if TYPE_CHECKING:
+    from .range import PassRange
     from .scheme import State
 
 
@@ -26,7 +31,7 @@ class Widening:
 
     def __init__(self, state: State, x: float, v: float) -> None:
         self.before = state.fixed
-        self.after = state.range.widened(x, v)
+        self.after = widened(state.fixed, x, v)
         self.rests: dict[str, Tensor] = {}
         for name in state.names:
             high, self.rests[name] = shifted(getattr(state, name), self.bits(state, name))
@@ -47,6 +52,56 @@ class Widening:
         """By how many bits a tensor was shifted."""
         fewer = self.before.bits - self.after.bits
         return fewer + self.before.guard - self.after.guard if name in state.guarded else fewer
+
+
+def widened(now: FixedPoint, x: float, v: float) -> FixedPoint:
+    """A fixed point that holds |x| and |v| up to these, no finer than the one in use."""
+    ideal = calibrated(x, v, now.dtype, now.guard)
+    bits = min(now.bits, ideal.bits)
+    guard = min(now.bits + now.guard, ideal.bits + ideal.guard) - bits
+    return FixedPoint(bits, now.dtype, max(guard, 0))
+
+
+def take_wider(state: State, k: int, y: Tensor) -> Tensor:
+    """Step k left the range: undo it, widen the range, and take it again."""
+    f = float(y.detach().abs().amax())
+    if state.range.given or not math.isfinite(f):
+        state.range.refuse(k + 1)
+        return state.read()
+    state.draw(k, None)
+    state.undo(k, y, None)
+    widen(state, k, *state.reach(k, f))
+    state.range.rows[k + 1].zero_()
+    out = state.take(k, y)
+    if not state.range.fits(k + 1):  # x does not fit its float
+        state.range.refuse(k + 1)
+    return out
+
+
+def widen(state: State, k: int, x: float, v: float) -> None:
+    """Before step k, make room for |x| and |v| up to these."""
+    widening = Widening(state, x, v)
+    if state.reversible:
+        state.widenings[k] = widening
+
+
+def pull_before(state: State, k: int) -> Tensor:
+    """`State.pull` of an input that was read in the range before a widening, or before step 0."""
+    if k >= 0:
+        state.draw(k, None)
+    if k not in state.widenings:
+        return state.decoded("x")
+    widening, name = state.widenings[k], state.input_name(k)
+    q = widening.narrowed(state, name)
+    out = torch.empty_like(q, dtype=state.dtype)
+    state.kernels.decode(q, 2.0**-widening.before.bits, out)
+    return out
+
+
+def first_range(state: State, x0: Tensor) -> PassRange:
+    """A range that begins as the one of this pass did."""
+    first = min(state.widenings, default=None)
+    return state.range.again(x0, state.fixed if first is None else state.widenings[first].before)
 
 
 def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
