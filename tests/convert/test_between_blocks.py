@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 import retrograde as rg
@@ -81,10 +82,15 @@ def compare(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -
             torch.testing.assert_close(found[name], g, rtol=1e-10, atol=1e-10)
 
 
-def built(memory: str, change: Callable[[Loop], None] = lambda model: None, **options: Any) -> tuple[Loop, Loop]:
+def built(
+    memory: str, between: Between | None = None, recorded: str = "1" * 7, change: Callable[[Loop], Any] | None = None, **options: Any
+) -> tuple[Loop, Loop]:  # fmt: skip
+    """The converted model and the plain one."""
     torch.manual_seed(3)
     model = Loop().double()
-    change(model)
+    model.between, model.recorded = between or model.between, [mark == "1" for mark in recorded]
+    if change is not None:
+        change(model)
     plain = copy.deepcopy(model)
     rg.convert(model, gamma=GAMMA, memory=memory, stages=["layers"], **options)
     return model, plain
@@ -96,10 +102,7 @@ X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_se
 @pytest.mark.parametrize("memory", MODES)
 @pytest.mark.parametrize("recorded", ["0001111", "1110011", "0010011", "1111110"])
 def test_blocks_without_gradients_before_between_and_after(memory: str, recorded: str) -> None:
-    def change(model: Loop) -> None:
-        model.recorded = [mark == "1" for mark in recorded]
-
-    model, plain = built(memory, change)
+    model, plain = built(memory, recorded=recorded)
     for _ in range(2):  # the first pass finds the range, the second has it
         y, wanted = model(X), written_out(plain, X)
         torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
@@ -121,11 +124,9 @@ def test_a_pass_that_begins_without_gradients_is_verified(verify: str) -> None:
             Restless.calls += 1
             return super().forward(x) + 1e-3 * Restless.calls
 
-    def change(model: Loop) -> None:
-        model.recorded = [False] * 3 + [True] * 4
-        model.layers[5] = Restless().double()
-
-    model, _ = built("reverse", change, verify=verify)
+    model, _ = built(
+        "reverse", recorded="0001111", change=lambda m: m.layers.__setitem__(5, Restless().double()), verify=verify
+    )
     with pytest.raises(rg.ReplayError):
         loss(model(X)).backward()
 
@@ -140,10 +141,7 @@ def test_a_leaf_made_of_x_after_a_frozen_trunk(memory: str) -> None:
             leaves.append(x)
         return x
 
-    def change(model: Loop) -> None:
-        model.recorded, model.between = [False] * 3 + [True] * 4, between
-
-    model, plain = built(memory, change)
+    model, plain = built(memory, between, "0001111")
     leaves.clear()
     loss(model(X)).backward()
     ours = leaves[-1].grad
@@ -151,47 +149,41 @@ def test_a_leaf_made_of_x_after_a_frozen_trunk(memory: str) -> None:
     torch.testing.assert_close(ours, leaves[-1].grad, rtol=1e-10, atol=1e-10)
 
 
+HOOKS: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "sees and changes": lambda x, seen: x.register_hook(lambda g: seen.append(g.clone()) or 0.5 * g),  # type: ignore[func-returns-value]
+    "retained": lambda x, seen: (x.retain_grad(), seen.append(x)),  # type: ignore[func-returns-value]
+    "of several tensors": lambda x, seen: register_multi_grad_hook((x,), lambda grads: seen.append(grads[0].clone())),
+    "torch.neg": lambda x, seen: x.register_hook(torch.neg),
+    "torch.zeros_like": lambda x, seen: x.register_hook(torch.zeros_like),
+    "hardtanh": lambda x, seen: x.register_hook(nn.functional.hardtanh),
+    "a module": lambda x, seen: x.register_hook(nn.Hardtanh()),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("memory", MODES)
-def test_hooks_see_and_change_all_of_the_gradient_of_x(memory: str) -> None:
+@pytest.mark.parametrize("at", [(0,), (3,), (2, 5, 6)], ids=str)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_on_x_are_given_all_of_its_gradient(hook: str, at: tuple[int, ...], memory: str) -> None:
     seen: list[Tensor] = []
 
     def between(k: int, x: Tensor) -> Tensor:
-        if k in (2, 5, 6) and x.requires_grad:
-            x.register_hook(lambda g: seen.append(g.clone()) or 0.5 * g)  # type: ignore[func-returns-value]
+        if k in at and x.requires_grad:
+            HOOKS[hook](x, seen)
         return x
 
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built(memory, change)
+    model, plain = built(memory, between)
     for _ in range(2):
-        found = gradients(model, model(X))
-        ours = seen.copy()
-        seen.clear()
-        compare(found, gradients(plain, written_out(plain, X)))
-        assert len(ours) == len(seen) == 3
-        for a, b in zip(ours, seen, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-        seen.clear(), model.zero_grad(), plain.zero_grad()
-
-
-@pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("at", [0, 3, 6])
-def test_a_retained_gradient_of_x_is_all_of_it(memory: str, at: int) -> None:
-    kept: list[Tensor] = []
-
-    def between(k: int, x: Tensor) -> Tensor:
-        if k == at and x.requires_grad:
-            x.retain_grad()
-            kept.append(x)
-        return x
-
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built(memory, change)
-    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
-    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-10, atol=1e-10)
+        looks = []
+        results = []
+        for net, run in ((model, model), (plain, partial(written_out, plain))):
+            results.append(gradients(net, run(X)))
+            looks.append([t.grad if t.retains_grad else t for t in seen])
+            seen.clear()
+        compare(*results)
+        assert len(looks[0]) == len(looks[1])
+        for ours, wanted in zip(*looks, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
+        model.zero_grad(), plain.zero_grad()
 
 
 def retained(block: nn.Module) -> tuple[list[Tensor], RemovableHandle]:
@@ -342,10 +334,7 @@ def test_what_changes_a_gradient_and_leaves_no_trace(change: str, memory: str) -
             x.register_hook(lambda g: (UNSEEN[change](g), None)[1])
         return x
 
-    def changes(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built(memory, changes, verify="off")
+    model, plain = built(memory, between, verify="off")
     ways = ((model, model), (plain, partial(written_out, plain)))
     found = [torch.autograd.grad(loss(run(X)), list(net.parameters())) for net, run in ways]
     for a, b in zip(*found, strict=True):
@@ -358,10 +347,7 @@ def test_a_hook_that_writes_to_a_batch_of_gradients() -> None:
             x.register_hook(lambda g: g.mul_(2))
         return x
 
-    def changes(model: Loop) -> None:
-        model.between = between
-
-    model, _ = built("store", changes, verify="off")
+    model, _ = built("store", between, verify="off")
     y = model(X)
     seeds = torch.randn(4, *y.shape, dtype=y.dtype)
     weight = next(model.parameters())
@@ -435,11 +421,10 @@ def test_what_is_looked_at_in_several_backward_passes(memory: str) -> None:
         return x
 
     def change(model: Loop) -> None:
-        model.between = between
         inner = model.layers[3].inner
         inner.register_forward_hook(lambda module, args, y: y.register_hook(fail) and None if y.requires_grad else None)
 
-    model, plain = built(memory, change, verify="off")
+    model, plain = built(memory, between, change=change, verify="off")
     found: list[list[Tensor]] = []
     for net, run in ((model, model), (plain, lambda x: written_out(plain, x))):
         xs.clear()
@@ -479,54 +464,18 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_another_gradient_between_blocks_is_not_gone_around(way: str) -> None:
-    def change(model: Loop) -> None:
-        model.between = lambda k, x: WAYS[way](x) if k == 4 else x
-
-    model, plain = built("reverse", change)
+    model, plain = built("reverse", lambda k, x: WAYS[way](x) if k == 4 else x)
     with pytest.warns(UserWarning, match="its velocity starts from 0 again"):
         y = model(X)
     compare(gradients(model, y), gradients(plain, written_out(plain, X, restarts=(4,))))
 
 
 def test_views_go_on_with_the_pass() -> None:
-    def change(model: Loop) -> None:
-        model.between = lambda k, x: x.view(-1).view(x.shape) if k == 4 else x.view(x.shape)
-
-    model, plain = built("reverse", change)
+    model, plain = built("reverse", lambda k, x: x.view(-1).view(x.shape) if k == 4 else x.view(x.shape))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = model(X)
     compare(gradients(model, y), gradients(plain, written_out(plain, X)))
-
-
-@pytest.mark.parametrize("hook", [torch.neg, torch.nn.functional.hardtanh, nn.Hardtanh(), torch.zeros_like])
-def test_functions_of_pytorch_are_hooks_like_any_other(hook: Callable[[Tensor], Tensor]) -> None:
-    def between(k: int, x: Tensor) -> Tensor:
-        if k == 3 and x.requires_grad:
-            x.register_hook(hook)
-        return x
-
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built("reverse", change)
-    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
-
-
-def test_a_multi_grad_hook_is_given_all_of_the_gradient() -> None:
-    seen: list[Tensor] = []
-
-    def between(k: int, x: Tensor) -> Tensor:
-        if k == 3 and x.requires_grad:
-            torch.autograd.graph.register_multi_grad_hook((x,), lambda grads: seen.append(grads[0].clone()))
-        return x
-
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built("reverse", change)
-    compare(gradients(model, model(X)), gradients(plain, written_out(plain, X)))
-    torch.testing.assert_close(seen[0], seen[1], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("memory", MODES)
@@ -542,10 +491,7 @@ def test_a_gradient_taken_between_two_blocks(memory: str, verify: str) -> None:
 
     stem: Callable[[], list[Tensor]] = list
 
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, plain = built(memory, change, verify=verify)
+    model, plain = built(memory, between, verify=verify)
     stem = lambda: list(model.stem.parameters())  # noqa: E731
     y = model(X)
     ours = [*taken, *(g for g in gradients(model, y).values() if g is not None)]
@@ -563,10 +509,7 @@ def test_a_pass_cannot_go_on_once_its_graph_is_freed() -> None:
             x.sum().backward()
         return x
 
-    def change(model: Loop) -> None:
-        model.between = between
-
-    model, _ = built("reverse", change)
+    model, _ = built("reverse", between)
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         model(X)
 

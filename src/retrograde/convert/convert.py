@@ -112,7 +112,8 @@ def convert(
             )
             break
     place(model, finding, settings, budget)
-    saved.write(model)
+    if _has_config(model):
+        saved.write(model)
     return model
 
 
@@ -128,7 +129,7 @@ def look(
     check_example(example)
     modules = dict(model.named_modules(remove_duplicate=False))
     converted = [path for path, module in modules.items() if blocks.place_of(module) is not None]
-    known = () if converted else saved.runs(model)
+    known = saved.runs(model) if _has_config(model) and not converted else ()
     if stages is not None:
         finding = named(model, stages, "branch" if form == "branch" else "block")
         if len({run.gamma for run in known}) == 1:
@@ -155,7 +156,9 @@ def look(
             f"found no run of two or more residual blocks to convert in {type(model).__name__}. Looked at:\n{looked_at(model)}\n"
             f"Name the stages, stages=['path.of.blocks']{advice}."
         )
-    finding = _not_reversible(model, finding, modules, every=stages is not None)
+    nets = list(holders(model))
+    if nets:
+        finding = _not_reversible(finding, modules, nets, every=stages is not None)
     for run in finding.runs:
         for path in run.blocks:
             blocks.check(modules[path], path)
@@ -170,6 +173,11 @@ def look(
     return replace(finding, runs=runs)
 
 
+def _has_config(model: nn.Module) -> bool:
+    """Whether there may be a config that says how a model is converted."""
+    return any("config" in module.__dict__ for module in model.modules())
+
+
 def trial(
     model: nn.Module, example: Any, finding: Finding, settings: Settings, autocast: torch.dtype | None = None
 ) -> Trial:
@@ -178,9 +186,11 @@ def trial(
     return Trial(model, example, lambda copied, gamma: place(copied, finding, replace(way, gamma=gamma)), autocast)
 
 
-def _not_reversible(model: nn.Module, finding: Finding, modules: dict[str, nn.Module], every: bool) -> Finding:
-    """Without runs of blocks that are a reversible network's already. Raise if none is left, or if `every` run was asked for."""
-    known = {m: f"{name} ({type(part).__name__})" for name, part in holders(model) for m in getattr(part, "blocks", ())}
+def _not_reversible(
+    finding: Finding, modules: dict[str, nn.Module], nets: list[tuple[str, Any]], every: bool
+) -> Finding:
+    """Without what is a reversible network's already. Raise if nothing is left, or if `every` run was asked for."""
+    known = {block: f"{name} ({type(net).__name__})" for name, net in nets for block in getattr(net, "blocks", ())}
     taken = {run: path for run in finding.runs for path in reversed(run.blocks) if modules[path] in known}  # the first
     if taken and (every or len(taken) == len(finding.runs)):
         path = next(iter(taken.values()))
@@ -188,8 +198,8 @@ def _not_reversible(model: nn.Module, finding: Finding, modules: dict[str, nn.Mo
             f"{path} is a block of a reversible network already, {known[modules[path]]}. Build the plain network (gamma=None) to "
             "convert it or to plan its conversion, or name other stages."
         )
-    inside = tuple(f"{name}." for name, _ in holders(model))
-    left = tuple(other for other in finding.left if not (inside and other.path.startswith(inside)))
+    inside = tuple(f"{name}." for name, _ in nets)
+    left = tuple(other for other in finding.left if not other.path.startswith(inside))
     return Finding(tuple(run for run in finding.runs if run not in taken), left)
 
 
@@ -216,36 +226,29 @@ def _split(run: Run, modules: dict[str, nn.Module]) -> Run:
 def place(model: nn.Module, finding: Finding, settings: Settings, budget: Budget | None = None) -> None:
     """Convert what was found."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    plans = [
-        (
-            run,
-            Stage(
-                run.name,
-                sum(_steps(run, modules).values()),
-                run.steps,
-                _settings_of(run, settings),
-                trusted=run.trusted,
-            ),
-        )
-        for run in finding.runs
-    ]
-    if settings.memory != "store":
-        alone = [Run(left.path, (left.path,), 1) for left in finding.left if left.checkpoint]
-        alone = [run for run in alone if blocks.place_of(modules[run.name]) is None]
-        for run in alone:
-            blocks.check(modules[run.name], run.name)
-        plain = Settings(
-            0, "block", None, settings.memory if settings.memory != "reverse" else "auto", verify=settings.verify
-        )
-        plans += [(run, Stage(run.name, 1, 1, plain, checkpointed=True)) for run in alone]
+    plans: list[tuple[Stage, dict[str, int]]] = []  # with the blocks of each, and how many steps they are
+    for run in finding.runs:
+        distinct: dict[nn.Module, str] = {}
+        for path in run.blocks:
+            distinct.setdefault(modules[path], path)
+        steps = {path: steps_of(block)[0] if run.split else 1 for block, path in distinct.items()}
+        gamma = next(g for g in (settings.gamma, run.gamma, GAMMA) if g is not None)
+        velocity = settings.velocity or run.velocity
+        own = replace(settings, form=run.form, gamma=gamma, velocity=velocity, split=run.split)
+        plans.append((Stage(run.name, sum(steps.values()), run.steps, own, trusted=run.trusted), steps))
+    plain = Settings(0, memory="auto" if settings.memory == "reverse" else settings.memory, verify=settings.verify)
+    for left in finding.left if settings.memory != "store" else ():
+        if blocks.place_of(modules[left.path]) is None:
+            blocks.check(modules[left.path], left.path)
+            plans.append((Stage(left.path, 1, 1, plain, checkpointed=True), {left.path: 1}))
     installed: list[nn.Module] = []
     try:
-        for run, stage in plans:
+        for stage, steps in plans:
             index = 0
-            for path, steps in _steps(run, modules).items():
-                blocks.install(modules[path], stage, index, path, steps)
+            for path, taken in steps.items():
+                blocks.install(modules[path], stage, index, path, taken)
                 installed.append(modules[path])
-                index += steps
+                index += taken
     except BaseException:
         for module in installed:
             blocks.remove(module)
@@ -284,25 +287,10 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-def _settings_of(run: Run, settings: Settings) -> Settings:
-    """The options of a stage: what was asked for, else what it was saved with."""
-    asked = (gamma for gamma in (settings.gamma, run.gamma, GAMMA) if gamma is not None)
-    velocity = settings.velocity or run.velocity
-    return replace(settings, form=run.form, gamma=next(asked), velocity=velocity, split=run.split)
-
-
 def stages_of(model: nn.Module) -> list[Stage]:
     """The stages of a converted model, in the order of its blocks."""
     places = (blocks.place_of(module) for module in model.modules())
     return list(dict.fromkeys(place.stage for place in places if place is not None))
-
-
-def _steps(run: Run, modules: dict[str, nn.Module]) -> dict[str, int]:
-    """The blocks of a run, each once, with how many steps it is."""
-    seen: dict[nn.Module, str] = {}
-    for path in run.blocks:
-        seen.setdefault(modules[path], path)
-    return {path: steps_of(modules[path])[0] if run.split else 1 for path in seen.values()}
 
 
 def check_model(model: Any) -> None:

@@ -47,11 +47,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Left:
-    """A block that stays as it is, and why. `checkpoint`: it may be run again in backward to save memory."""
+    """A block that stays as it is, and why. It may be run again in backward to save memory."""
 
     path: str
     reason: str
-    checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def find(model: nn.Module, least: int = 2) -> Finding:
                 runs.append(run_of(list(verdicts)))
                 continue
             short = f"a run of {len(verdicts)}, and stages begin at {least}"
-            left += [Left(child_path, short if keeps else verdict, True) for child_path, verdict in verdicts.items()]
+            left += [Left(child_path, short if keeps else verdict) for child_path, verdict in verdicts.items()]
     return Finding(tuple(runs), tuple(left))
 
 

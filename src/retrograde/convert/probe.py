@@ -94,7 +94,7 @@ def probe(model: nn.Module, example: Any, least: int = 2) -> Finding:
     for call in every(calls):
         if call.module not in taken and type(call.module) in kinds:
             taken.add(call.module)
-            left.append(Left(call.path, call.why_not(), True))
+            left.append(Left(call.path, call.why_not()))
     return Finding(tuple(runs), tuple(left))
 
 

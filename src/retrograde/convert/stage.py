@@ -231,8 +231,9 @@ class Stage:
 
     def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> tuple[Pass, Observer | None]:
         assert self.last is not None
-        if not self.trusted and path not in self.skips and any(p.requires_grad for p in own.block.parameters()):
-            x = x if x.requires_grad else x.detach().requires_grad_()  # so that its way to the output is seen
+        unseen = not self.trusted and path not in self.skips and torch.is_grad_enabled() and not x.requires_grad
+        if unseen and any(p.requires_grad for p in own.block.parameters()):
+            x = x.detach().requires_grad_()  # so that its way to the output is seen
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
         seen = self.range.begin(
