@@ -120,7 +120,7 @@ def test_the_experiments_register_the_commands_that_they_name() -> None:
     for name, value in COMMANDS.items():
         app = typer.Typer()
         EntryPoint(name, value, "retrograde.commands").load()(app)
-        assert registered(app) == [name]
+        assert registered(app) == (["train", "compare"] if name == "train" else [name])
 
 
 def test_the_experiments_use_private_names_of_the_library_in_one_file_only() -> None:

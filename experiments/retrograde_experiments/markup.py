@@ -11,12 +11,12 @@ from .errors import ExperimentError
 
 
 def grid(head: list[str], rows: Iterable[list[str]]) -> str:
-    """A table in Markdown.
+    r"""A table in Markdown.
 
     >>> print(grid(["a", "b"], [["1", "2 | 3"]]))
     | a | b |
     | --- | --- |
-    | 1 | 2 \\\\| 3 |
+    | 1 | 2 \| 3 |
     """
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

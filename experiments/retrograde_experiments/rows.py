@@ -145,13 +145,17 @@ def row(name: str, said: dict[str, Any], folder: Path, beside: tuple[Row, ...] =
     numbers: list[tuple[str, str, Finding | None]] = [(each.what, told.get(each.what, ""), each) for each in found]
     numbers += [(what, number, None) for what, number in told.items() if what not in reported]
     done, total = complete(experiment, config, records)
-    figure = folder / FIGURE
+    figure: Path | None = folder / FIGURE
+    if figure is not None and (
+        figure.is_symlink() or not figure.is_file()
+    ):  # a link may lead to anything of the reader's
+        figure = None
     return Row(
         folder.name, said, stored.get("command") or command, tuple(numbers), config.setting(), stored.get("preset", ""),
         _dates(records), _hardware(records), _time(sum(r.run.get("seconds", 0) for r in records)),
         ", ".join(dict.fromkeys(str(c)[:9] for r in records if (c := r.run.get("commit")))),
         len({r.key["seed"] for r in records if "seed" in r.key}) or getattr(config, "repeats", 1), done, total,
-        missing(experiment, config, records), tuple(config.departs()), figure if figure.is_file() and not figure.is_symlink() else None, beside,  # a link may lead anywhere
+        missing(experiment, config, records), tuple(config.departs()), figure, beside,
     )  # fmt: skip
 
 

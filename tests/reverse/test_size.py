@@ -5,7 +5,7 @@ from pathlib import Path
 import retrograde
 
 STEP = ("scheme", "momentum", "nodes", "forward", "replay", "tape")
-MOST = 1_150
+MOST = 1_200
 
 
 def test_the_files_of_a_step() -> None:

@@ -30,6 +30,24 @@ from .reference import Kernels
 def _nothing(*_: Any) -> None: ...
 
 
+def _copied(t: Tensor) -> None:
+    """On a CPU 16-bit outputs of convolutions may be laid out otherwise than they say without values: then they are copied."""
+    if t.device.type == "cpu" and t.dtype.itemsize < 4:
+        torch.empty_like(t)
+
+
+def _step(x: Tensor, v: Tensor, i: Tensor | None, y: Tensor, *_: Any) -> None:
+    _copied(y)
+
+
+def _carry(p: Tensor | None, h: Tensor | None, d: Tensor, *_: Any) -> None:
+    _copied(d)
+
+
+WITHOUT_VALUES = Kernels(*[_nothing] * len(Kernels._fields))._replace(advance=_step, retreat=_step, carry=_carry)
+"""Nothing is computed. What is made meanwhile counts when memory is planned."""
+
+
 class _Table(dict[tuple[type, str, torch.dtype], Kernels]):
     """The kernels, by the type of a tensor, its kind of device, and the integers of the state. An entry is made when first needed."""
 
@@ -37,7 +55,7 @@ class _Table(dict[tuple[type, str, torch.dtype], Kernels]):
         kind, device, integers = key
         found = reference.KERNELS
         if issubclass(kind, FakeTensor):
-            found = Kernels(*[_nothing] * len(Kernels._fields))
+            found = WITHOUT_VALUES
         elif kind in (Tensor, Parameter) and device in ("cpu", "cuda"):
             with suppress(ModuleNotFoundError):  # it, or the package that it is written in, may be missing
                 found = import_module(f".{device}", __package__).kernels(integers)

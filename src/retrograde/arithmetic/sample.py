@@ -13,14 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from . import native
-
 Groups = tuple[int, int, int]
 """Of a tensor: how many groups of elements, how far apart, and of how many elements each."""
 
 
 @cache
 def _compiled() -> Any:
+    try:
+        from . import native
+    except ImportError:  # the fast kernels may be missing
+        return None
     library = native._library()
     if library is None:
         return None

@@ -86,16 +86,20 @@ class Meter(TorchDispatchMode):
 
 def _convolution(args: Any, out: Any, backward: bool) -> int:
     """On a CPU with AVX-512, oneDNN copies input, weights and output into blocks of 16 channels (images of up to 3 channels stay
-    as they are), unless the kernel is of one pixel and stride 1. (With AVX2 alone oneDNN has other ways, some of which take more.)
+    as they are), unless the kernel is of one pixel and stride 1; of 16 bits it adds up in 32. (With AVX2 alone oneDNN has other ways,
+    some of which take more.)
     """
     y, x, weight = args[:3] if backward else (out, *args[:2])
-    if x.device.type != "cpu" or math.prod((*weight.shape[2:], *args[3 + backward])) == 1:
+    if x.device.type != "cpu":
         return 0
+    sums = 4 * max(x.numel(), y.numel()) if x.element_size() < 4 else 0
+    if math.prod((*weight.shape[2:], *args[3 + backward])) == 1:
+        return sums
     inside = _in_blocks(y) + _in_blocks(x if x.shape[1] > 3 else y)
     inside += (1 if weight.is_contiguous() else 1 + backward) * weight.numel()
     if x.dim() == 3 and not x.is_contiguous():
         inside += x.numel() + backward * y.numel()
-    return int(x.element_size()) * inside
+    return int(x.element_size()) * inside + sums
 
 
 def _in_blocks(t: Tensor) -> int:

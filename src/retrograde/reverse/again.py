@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,8 +22,13 @@ from torch import Tensor
 from ..errors import RangeOverflow
 from .containers import CONTAINERS
 from .extra import Extra
-from .parts import Parts, version
+from .parts import Parts, parts_of, version
 
+if TYPE_CHECKING:
+    from .forward import Pass
+
+LAUNCH = "velocity"
+"""The name of the block that makes the initial velocity."""
 LEFT_BEHIND = (
     "a gradient was asked of an x between two blocks, in a pass that left its range and was run again: the x belongs to the "
     "first run. Run this step again; the range is wide enough now."
@@ -46,14 +51,12 @@ class Run:
         self.versions = list(map(version, parts.watched))
         self.x: Callable[[], Tensor | None] = lambda: None  # what was handed out after its step
 
-    def handed_out(self, x: Tensor) -> None:
-        """Note the x after the step."""
-        self.x = weakref.ref(x)
-
-    def wrote(self) -> bool:
-        """Whether the block has written to a parameter or to a buffer that is no running statistic."""
+    def ran(self, run: Pass) -> None:
+        """The block has run, and its step is taken."""
+        self.x = weakref.ref(run.x)
         self.parts.writes = list(map(version, self.parts.watched)) != self.versions
-        return self.parts.writes
+        if self.parts.writes:  # to a parameter, or to a buffer that is no running statistic
+            run.look_back(repeatable=False)
 
     def put_statistics_back(self) -> None:
         """Give running statistics the values that they had before the block ran."""
@@ -123,6 +126,43 @@ def collective(parts: Parts) -> bool:
     sharded = any(type(p).__name__ == "DTensor" or hasattr(p, "_spec") for p in parts.parameters)
     kinds = {cls.__name__ for m in parts.modules for cls in type(m).__mro__}
     return sharded or bool(kinds & {"FSDPModule", "FullyShardedDataParallel", "SyncBatchNorm"})
+
+
+def note_run(run: Pass, block: Any, extra: Extra, name: str, form: str | None) -> Run | None:
+    """Note what a pass is about to run, in order to run it again; or else let it look after every step from now on."""
+    assert run.again is not None
+    parts = parts_of(block, name, run.memo)
+    if collective(parts):
+        run.again = None  # other processes would wait: what the values were is told later
+    elif run.again.note(block, extra, name, form, run.x, parts):
+        return run.again.runs[-1]
+    else:
+        run.look_back()
+    return None
+
+
+def look_back(run: Pass, repeatable: bool) -> None:
+    """Look at the range of a pass so far; from now on, look after every step.
+
+    If a value has left the range, the blocks are run again from x₀, in a range that widens.
+    """
+    assert run.again is not None
+    again, run.again = run.again, None
+    state = run.tape.state
+    if state.range.look_back(run.k + 1):
+        return
+    if not repeatable:
+        state.range.refuse_rows(run.k + 1)
+        return
+    left_behind(state.gradient)
+    again.put_back()
+    run.ran_again = True
+    run.begin(state.anew(again.x0, state.range.restart(again.x0)), again.x0)
+    for each in again:
+        if each.name == LAUNCH:
+            run.launch(each.block, each.extra, each.form)
+        else:
+            each.renew(run.step(each.block, each.extra, each.name, each.form))
 
 
 def left_behind(gradient: Any) -> None:

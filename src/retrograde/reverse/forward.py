@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import Function
 
-from .again import Again, Run, collective, left_behind
+from .again import LAUNCH, Again, look_back, note_run
 from .checks import Checks
 from .cuda import SameThread
 from .deferred import Deferred
@@ -29,14 +29,12 @@ from .extra import Extra
 from .inputs import check_output
 from .kept import Kept
 from .nodes import Enter, Leave, Rejoin, Step, observed
-from .parts import Memo, parts_of
+from .parts import Memo
 from .recurrence import FORMS
 from .replay import Call, Frame
 from .residual import Residual
 from .tape import Tape
 
-LAUNCH = "velocity"
-"""The name of the block that makes the initial velocity."""
 Block = Callable[..., Any]
 Look = Callable[[int, Frame, list[Tensor]], None]
 _step = super(Function, Step).apply  # without the look-up of function transforms, which are refused
@@ -76,9 +74,10 @@ class Pass:
         self.plain = isinstance(state, Residual)
         self.ran_again = False
         self.again = Again(x0) if not self.plain and state.range.looks_back else None
-        self._begin(state, x0)
+        self.begin(state, x0)
 
-    def _begin(self, state: Any, x0: Tensor) -> None:
+    def begin(self, state: Any, x0: Tensor) -> None:
+        """Stand at layer 0, with this state."""
         self.state = state
         self.k = 0
         self.tokens: list[Tensor] = []
@@ -107,25 +106,12 @@ class Pass:
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
         if self.again is not None:
-            self._note_run(block, extra, LAUNCH, form)
-        self._launch(block, extra, form)
-
-    def _launch(self, block: Block, extra: Extra, form: str | None) -> None:
+            note_run(self, block, extra, LAUNCH, form)
         self._take(-1, self._output(block, extra, -1, LAUNCH), form)
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
-        if self.again is None:
-            return self._step(block, extra, name, form)
-        noted = self._note_run(block, extra, name or f"block {self.k}", form)
-        self._step(block, extra, name, form)
-        if noted is not None:
-            noted.handed_out(self.x)
-            if noted.wrote():
-                self.look_back(repeatable=False)
-        return self.x
-
-    def _step(self, block: Block, extra: Extra, name: str | None, form: str | None) -> Tensor:
+        noted = None if self.again is None else note_run(self, block, extra, name or f"block {self.k}", form)
         k = self.k
         if not self.plain and self.tape.at != k and self.state is self.tape.state:
             self.tape.seek(k)  # a backward pass has been here in between
@@ -136,43 +122,14 @@ class Pass:
         self.k = k + 1
         if self.state is self.tape.state:
             self.tape.at = self.k
+        if noted is not None:
+            noted.ran(self)
         return self.x
 
-    def _note_run(self, block: Block, extra: Extra, name: str, form: str | None) -> Run | None:
-        """Note what is about to be run, in order to run it again; or else look after every step from now on."""
-        assert self.again is not None
-        parts = parts_of(block, name, self.memo)
-        if collective(parts):
-            self.again = None  # other processes would wait: what the values were is told later
-        elif self.again.note(block, extra, name, form, self.x, parts):
-            return self.again.runs[-1]
-        else:
-            self.look_back()
-        return None
-
     def look_back(self, repeatable: bool = True) -> None:
-        """Where there was no look at the range so far (`again`): look now, and from now on after every step.
-
-        If a value has left the range, the blocks are run again from x₀, in a range that widens.
-        """
-        if self.again is None:
-            return
-        again, self.again = self.again, None
-        state = self.tape.state
-        if state.range.look_back(self.k + 1):
-            return
-        if not repeatable:
-            state.range.refuse_rows(self.k + 1)
-            return
-        left_behind(state.gradient)
-        again.put_back()
-        self.ran_again = True
-        self._begin(state.anew(again.x0, state.range.restart(again.x0)), again.x0)
-        for run in again:
-            if run.name == LAUNCH:
-                self._launch(run.block, run.extra, run.form)
-            else:
-                run.renew(self._step(run.block, run.extra, run.name, run.form))
+        """On an accelerator: look whether the pass so far has stayed in its range; if not, run it again, if that can be done."""
+        if self.again is not None:
+            look_back(self, repeatable)
 
     def _take(self, k: int, y: Any, form: str | None) -> None:
         """Block k gave y: take its step."""
