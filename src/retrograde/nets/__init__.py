@@ -9,6 +9,7 @@ iresnet       contractive blocks, inverted by iteration
 ode           Neural ODEs, augmented and of second order
 lista         learning to optimise
 relu          blocks that compute relu(x + f(x)), and their f
+inverse       the way back from the end of a pass to its input
 saved         γ in a state_dict
 floats        the networks in floats, for export
 checks        checks of arguments

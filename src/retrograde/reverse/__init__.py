@@ -22,6 +22,7 @@ coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ 
 launch         an initial velocity that is not 0
 gradients      parts of the momentum gradient: the masks of relus, second derivatives
 widening       a range that becomes wider within a pass; calibrate: which fixed point holds which values
+again          a pass on an accelerator that left its range, run again
 containers     copies of lists, dictionaries and buffers that a block may change
 inputs         what a network can be given, and be run under: everything else is refused by name
 fingerprint    which elements of what a block saves are compared

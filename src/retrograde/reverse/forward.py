@@ -193,7 +193,8 @@ class Pass:
         kept = None if k < self.reversed and self.reversed else Kept(x.detach())
         frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)
         y = frame.run(x, None if self.look is None else partial(self.look, k, frame))
-        if not (type(y) is Tensor and y.shape == x.shape and y.dtype == x.dtype and y.device == x.device):
+        alike = type(y) is Tensor and y.shape == x.shape and y.dtype == x.dtype and y.device == x.device
+        if not alike or self.check is not check_output:
             y = self.check(y, x, name)
         if kept is None:
             self.tape.note(k, call, saves=bool(frame.shapes))

@@ -17,7 +17,8 @@ NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running
     `try` or `finally`, so that Ctrl-C cannot come in between. (Python looks for signals where a function of its own begins,
     and after each call.) What autograd saves is caught without `torch.autograd.graph.saved_tensors_hooks` for that reason.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
-NOTE 6 (same thread). See `cuda.SameThread`.
+NOTE 6 (same thread). See `cuda.SameThread`. On a CPU a new thread computes with as many threads of OpenMP as there are,
+    until it asks PyTorch how many there are to be; with another number products may be rounded otherwise. So it is asked.
 NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
     are freed after each block.
 NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
@@ -90,6 +91,7 @@ class Call:
         self.dtype = self.parts.dtype
         self.places = shared(self.generators.places())
         self.recorded = torch.is_grad_enabled()
+        torch.get_num_threads()  # NOTE 6
         before = x._version
         try:
             _push_hooks(pack, unpack)
@@ -171,6 +173,7 @@ class Call:
             starmap(torch.autocast_decrement_nesting, nested), starmap(torch.clear_autocast_cache, [()]),
             self.generators.putting(now),
         )  # fmt: skip
+        torch.get_num_threads()  # NOTE 6
         try:  # NOTE 4
             all_at_once(before)
             x = x.requires_grad_(self.requires_grad)
