@@ -1,6 +1,10 @@
 """Random networks for a while, and every failure that fuzzing ever found."""
 
+import os
+import subprocess
+import sys
 from itertools import count
+from pathlib import Path
 
 import fuzz_blocks
 import pytest
@@ -24,6 +28,14 @@ def test_random_networks_have_the_bits_of_stored_activations() -> None:
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.verdicts["same"] > 0.8 * tally.networks
     assert tally.networks > 20
+
+
+def test_backward_in_a_new_thread_computes_with_as_many_threads() -> None:
+    """In a process of its own: OpenMP's number of threads is that of the machine, until PyTorch is asked for its own."""
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seed", "1000316", "--only"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert " 0 mismatches" in run.stdout, run.stdout + run.stderr
 
 
 def test_the_same_seed_draws_the_same_case_and_all_kinds_of_work_are_drawn() -> None:
