@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,25 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x)))
+
+
+class Own(Mlp):
+    """An Mlp whose forward is a function of the block and its inputs, with what it keeps; tensors are buffers."""
+
+    def __init__(self, body: Callable[..., Tensor], **kept: Any) -> None:
+        super().__init__()
+        self.body = body
+        for name, value in kept.items():
+            if type(value) is Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def f(self, x: Tensor) -> Tensor:
+        return Mlp.forward(self, x)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.body(self, x, *args, **kwargs)
 
 
 class Attention(nn.Module):
@@ -48,8 +68,21 @@ class Function(nn.Module):
         return self.function(*args)
 
 
-def mlps(depth: int = 6, gain: float = 1.0) -> list[nn.Module]:
-    return [Mlp(gain=gain) for _ in range(depth)]
+def several(make: Callable[[], nn.Module], depth: int = 4) -> list[nn.Module]:
+    return [make() for _ in range(depth)]
+
+
+def mlps(depth: int = 4, gain: float = 1.0) -> list[nn.Module]:
+    return several(lambda: Mlp(gain=gain), depth)
+
+
+def then(function: Callable[..., Tensor]) -> nn.Module:
+    """An Mlp and a function of its output."""
+    return nn.Sequential(Mlp(), Function(function))
+
+
+def dense(*after: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *after)
 
 
 def conv(norm: nn.Module) -> nn.Module:

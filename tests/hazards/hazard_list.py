@@ -1,17 +1,14 @@
 """Every hazard, in the order of the table."""
 
-import hazards_autograd
-import hazards_beside
-import hazards_faults
-import hazards_inputs
-import hazards_parameters
-import hazards_precision
-import hazards_random
-import hazards_state
 from hazard_registry import HAZARDS
+from hazards_autograd import Autograd
+from hazards_beside import BesideTheOutput
+from hazards_faults import Faults
+from hazards_inputs import Inputs
+from hazards_parameters import Parameters
+from hazards_precision import Precision
+from hazards_random import RandomNumbers
+from hazards_state import State
 
-THEMES = [m.THEME for m in (
-    hazards_random, hazards_state, hazards_beside,
-    hazards_precision, hazards_parameters, hazards_inputs, hazards_autograd, hazards_faults,
-)]  # fmt: skip
+THEMES = [t.theme for t in (RandomNumbers, State, BesideTheOutput, Precision, Parameters, Inputs, Autograd, Faults)]
 ALL = sorted(HAZARDS.values(), key=lambda h: THEMES.index(h.theme))

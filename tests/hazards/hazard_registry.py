@@ -1,8 +1,8 @@
 """What a hazard is, and how a contender is judged on it.
 
-A hazard is a small function of a `Setting`: it makes a network of the blocks it is about, trains a step with it and
-returns what it found (outputs, gradients, buffers, the next random number). It is run twice on the same seeds: with stored
-activations, which is the truth, and with the contender's way of saving memory.
+A hazard is a small method of a `Theme`, and its docstring is its line in the table. It makes a network of the blocks it is
+about, trains a step with it and returns what it found (outputs, gradients, buffers, the next random number). It is run twice
+on the same seeds: with stored activations, which is the truth, and with the contender's way of saving memory.
 
     right    the same bits                         near     right to the rounding of the contender's inversion
     wrong    another gradient, and no error        raises   an error
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from hazard_blocks import batch
 from torch import Tensor, nn
 
 Found = dict[str, Tensor]
@@ -44,22 +45,6 @@ class Contender:
         return None
 
 
-class Setting:
-    """What a hazard may use.
-
-    Args:
-        disturbed: whether what happens between forward and backward is to happen. For hazards whose truth plain autograd
-            cannot give (it raises), the truth is the undisturbed step.
-    """
-
-    def __init__(self, make: Callable[..., nn.Module], disturbed: bool) -> None:
-        self.make, self.disturbed = make, disturbed
-
-    def net(self, blocks: Sequence[nn.Module], **options: Any) -> nn.Module:
-        """The contender's network of these blocks. `dim`: the dimension along which two-stream networks split."""
-        return self.make(blocks, **options)
-
-
 @dataclass(frozen=True)
 class Hazard:
     """One thing that could go wrong."""
@@ -67,7 +52,7 @@ class Hazard:
     name: str
     theme: str
     text: str
-    function: Callable[[Setting], Found]
+    function: Callable[[Theme], Found]
     undisturbed: bool  # the truth is the step without the disturbance
     near: float  # relative error that counts as rounding
 
@@ -75,19 +60,52 @@ class Hazard:
 HAZARDS: dict[str, Hazard] = {}
 
 
-def hazard(
-    theme: str, *, undisturbed: bool = False, near: float = NEAR
-) -> Callable[[Callable[[Setting], Found]], Callable[[Setting], Found]]:
-    """Register a function as a hazard; its docstring is its line in the table."""
+class Theme:
+    """Hazards of a kind, and what they may use.
 
-    def register(function: Callable[[Setting], Found]) -> Callable[[Setting], Found]:
-        name = function.__name__
-        assert name not in HAZARDS, f"two hazards are called {name}"
-        text = (function.__doc__ or "").strip()
-        HAZARDS[name] = Hazard(name, theme, text, function, undisturbed, near)
+    Args:
+        disturbed: whether what happens between forward and backward is to happen. For hazards whose truth plain autograd
+            cannot give (it raises), the truth is the undisturbed step.
+    """
+
+    theme = ""
+
+    def __init__(self, make: Callable[..., nn.Module], disturbed: bool) -> None:
+        self.make, self.disturbed = make, disturbed
+
+    def __init_subclass__(cls) -> None:
+        for name, function in vars(cls).items():
+            if callable(function):
+                assert name not in HAZARDS, f"two hazards are called {name}"
+                text = (function.__doc__ or "").strip()
+                undisturbed = getattr(function, "undisturbed", False)
+                HAZARDS[name] = Hazard(name, cls.theme, text, function, undisturbed, getattr(function, "near", NEAR))
+
+    def net(self, blocks: Sequence[nn.Module], **options: Any) -> nn.Module:
+        """The contender's network of these blocks. `dim`: the dimension along which two-stream networks split."""
+        return self.make(blocks, **options)
+
+    def step(
+        self, blocks: Sequence[nn.Module], *inputs: Any, net: dict[str, Any] | None = None, **options: Any
+    ) -> Found:
+        """A training step of the network of these blocks, with these options."""
+        return step(self.net(blocks, **(net or {})), *inputs, **options)
+
+
+def undisturbed(function: Callable[..., Found]) -> Callable[..., Found]:
+    """The truth of this hazard is the step without the disturbance."""
+    function.undisturbed = True  # type: ignore[attr-defined]
+    return function
+
+
+def near(error: float) -> Callable[[Callable[..., Found]], Callable[..., Found]]:
+    """What relative error counts as rounding in this hazard."""
+
+    def mark(function: Callable[..., Found]) -> Callable[..., Found]:
+        function.near = error  # type: ignore[attr-defined]
         return function
 
-    return register
+    return mark
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,7 @@ def attempt(h: Hazard, make: Callable[..., nn.Module], disturbed: bool) -> Found
         np.random.seed(0)  # noqa: NPY002 (the legacy generator is what users call)
         random.seed(0)
         try:
-            return h.function(Setting(make, disturbed))
+            return h.function(Theme(make, disturbed))
         except Exception as error:
             return error
 
@@ -219,10 +237,11 @@ def square(y: Tensor) -> Tensor:
 
 
 def step(
-    net: nn.Module, x: Tensor, *args: Any, loss: Callable[[Tensor], Tensor] = square,
+    net: nn.Module, x: Tensor | None = None, *args: Any, loss: Callable[[Tensor], Tensor] = square,
     between: Callable[[], Any] | None = None, **kwargs: Any,
 ) -> Found:  # fmt: skip
-    """Forward, what happens in between, backward; and what it gives."""
+    """Forward (of a batch, if no x is given), what happens in between, backward; and what it gives."""
+    x = batch() if x is None else x
     y = net(x, *args, **kwargs)
     if between is not None:
         between()
@@ -234,11 +253,19 @@ def collect(net: nn.Module, **more: Tensor) -> Found:
     """Gradients, buffers and the next random number, beside `more`."""
     found = dict(more)
     for k, p in enumerate(net.parameters()):
-        found[f"gradient {k}"] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        found[f"gradient {k}"] = given(p)
     found |= {f"{name.rpartition('.')[2]} {k}": b.clone() for k, (name, b) in enumerate(net.named_buffers())}
     return found | {"the next random number": torch.rand(1)}
 
 
+def given(leaf: Tensor) -> Tensor:
+    """The gradient that a leaf was given; zeros if none."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+
+
+def listed(gradients: Iterable[Tensor]) -> Found:
+    return {f"gradient {k}": g.detach() for k, g in enumerate(gradients)}
+
+
 def _grads(inputs: tuple[Any, ...]) -> list[Tensor]:
-    leaves = [t for t in inputs if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
-    return [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+    return [given(t) for t in inputs if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]

@@ -5,34 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hazards_precision
 import numpy as np
 import torch
-from hazard_blocks import WIDTH, Mlp, batch, image
-from hazard_registry import Found, Setting, collect, hazard, square, step
+from hazard_blocks import WIDTH, Function, Mlp, Own, batch, dense, image, mlps, several
+from hazard_registry import Found, Theme, collect, square, step, undisturbed
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-THEME = "beside the output"
+
+def drawn(*shape: int) -> Tensor:
+    """NumPy's random numbers."""
+    return torch.from_numpy(np.random.randn(*shape)).float()  # noqa: NPY002
 
 
-class Telling(Mlp):
-    """Shows f to somebody."""
-
-    def __init__(self, tell: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.tell = tell
-
-    def forward(self, x: Tensor) -> Tensor:
-        f = torch.tanh(super().forward(x))
-        told = self.tell(f)
-        return told if isinstance(told, Tensor) else f
-
-
-def with_losses(h: Setting, tell: Callable[[list[Tensor], Tensor], Any], empty: str, steps: int = 3) -> Found:
+def with_losses(h: Theme, tell: Callable[[list[Tensor], Tensor], Any], empty: str = "first", steps: int = 3) -> Found:
     """Steps whose loss is that of the output and those that the blocks left in a list."""
     losses: list[Tensor] = []
-    net = h.net([Telling(lambda f: tell(losses, f)) for _ in range(4)])
+
+    def telling(f: Tensor) -> Tensor:
+        tell(losses, f)
+        return f
+
+    net = h.net(several(lambda: nn.Sequential(Mlp(), nn.Tanh(), Function(telling))))
     x = batch()
     for _ in range(steps):
         if empty == "first":
@@ -45,108 +39,25 @@ def with_losses(h: Setting, tell: Callable[[list[Tensor], Tensor], Any], empty: 
     return collect(net)
 
 
-@hazard(THEME)
-def loss_against_the_block_before(h: Setting) -> Found:
-    """losses in a list, each against the detached features of the block before (self-distillation)"""
-    features: list[Tensor] = []
-
-    def tell(losses: list[Tensor], f: Tensor) -> None:
-        losses.append((f - features[-1]).square().mean() if features else f.sum() * 0)
-        features.append(f.detach())
-
-    return with_losses(h, tell, "first", steps=1)
+def size(losses: list[Tensor], f: Tensor) -> None:
+    losses.append(f.square().mean())
 
 
-@hazard(THEME)
-def loss_with_numpy_negatives(h: Setting) -> Found:
-    """losses in a list, against NumPy's random numbers (contrastive negatives)"""
-
-    def tell(losses: list[Tensor], f: Tensor) -> None:
-        losses.append((f * torch.from_numpy(np.random.randn(*f.shape)).float()).sum())  # noqa: NPY002
-
-    return with_losses(h, tell, "first", steps=1)
+def appending(block: Own, x: Tensor, losses: list[Tensor]) -> Tensor:
+    f = block.f(x)
+    size(losses, f)
+    return f
 
 
-@hazard(THEME)
-def losses_emptied_first(h: Setting) -> Found:
-    """losses in a list that is emptied before each forward pass, three steps"""
-    return with_losses(h, lambda losses, f: losses.append(f.square().mean()), "first")
+def tabled(block: Own, x: Tensor) -> Tensor:
+    if block.table is None:
+        block.table = torch.cos(block.angles)
+    return block.f(x) * block.table
 
 
-@hazard(THEME)
-def losses_emptied_before_backward(h: Setting) -> Found:
-    """losses in a list that is emptied before each backward pass, three steps"""
-    return with_losses(h, lambda losses, f: losses.append(f.square().mean()), "before backward")
-
-
-@hazard(THEME)
-def list_as_extra_input(h: Setting) -> Found:
-    """a list as extra input, to which every block appends a loss"""
-
-    class Appending(Mlp):
-        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
-            f = super().forward(x)
-            losses.append(f.square().mean())
-            return f
-
-    losses: list[Tensor] = []
-    net, x = h.net([Appending() for _ in range(4)]), batch()
-    (square(net(x, losses)) + torch.stack(losses).sum()).backward()
-    return collect(net, length=torch.tensor(len(losses)))
-
-
-@hazard(THEME)
-def differentiable_table_kept(h: Setting) -> Found:
-    """a table made of a parameter on first use, and kept for the step"""
-
-    class Table(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.angles = nn.Parameter(torch.randn(WIDTH))
-            self.table: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.table is None:
-                self.table = torch.cos(self.angles)
-            return super().forward(x) * self.table
-
-    return step(h.net([Table() for _ in range(4)]), batch())
-
-
-@hazard(THEME)
-def parametrizations_cached(h: Setting) -> Found:
-    """parametrisations under parametrize.cached()"""
-
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).mT
-
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
-    for block in blocks:
-        parametrize.register_parametrization(block[0], "weight", Symmetric())
-    net = h.net(blocks)
-    with parametrize.cached():
-        return step(net, batch())
-
-
-@hazard(THEME)
-def batchnorm_outside(h: Setting) -> Found:
-    """a BatchNorm that belongs to no module"""
-    norm = nn.BatchNorm1d(WIDTH)
-    found = step(h.net([Telling(lambda f: norm(f)) for _ in range(4)]), batch(6))
-    return found | {"running mean": norm.running_mean.clone(), "tracked": norm.num_batches_tracked.clone()}  # type: ignore[union-attr, operator]
-
-
-@hazard(THEME)
-def energy_by_torch_func(h: Setting) -> Found:
-    """torch.func.grad inside a block"""
-
-    class Energy(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            f: Tensor = torch.func.grad(lambda x: super(Energy, self).forward(x).square().sum())(x)
-            return f
-
-    return step(h.net([Energy() for _ in range(4)]), batch())
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
 
 
 class Bell(torch.autograd.Function):
@@ -164,63 +75,95 @@ class Bell(torch.autograd.Function):
         return y.mul_(-2 * x).mul_(gradient)
 
 
-@hazard(THEME)
-def function_writes_to_its_output(h: Setting) -> Found:
-    """a Function whose backward works in the memory of the output it saved"""
-    return step(h.net([Telling(Bell.apply) for _ in range(4)]), batch())
-
-
-@hazard(THEME, undisturbed=True)
-def dtype_changed_between(h: Setting) -> Found:
-    """model.double() between forward and backward"""
-    net = h.net([Mlp() for _ in range(4)])
-    return step(net, batch(), between=net.double if h.disturbed else None)
-
-
-@hazard(THEME)
-def threads_changed_between(h: Setting) -> Found:
-    """torch.set_num_threads between forward and backward, with GroupNorm"""
-    before = torch.get_num_threads()
-    blocks = [nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(4)]
-    try:
-        return step(h.net(blocks, dim=1), image(), between=lambda: torch.set_num_threads(3 - min(before, 2)))
-    finally:
-        torch.set_num_threads(before)
-
-
-class Noisy(Mlp):
+def noisy(scale: float) -> list[nn.Module]:
     """NumPy's noise behind a small scale."""
 
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), scale))
+    def body(block: Own, x: Tensor) -> Tensor:
+        return block.scale * (torch.tanh(block.f(x)) + drawn(*x.shape))
 
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.from_numpy(np.random.randn(*x.shape)).to(x.dtype)  # noqa: NPY002
-        return self.scale * (torch.tanh(super().forward(x)) + noise)
+    return several(lambda: Own(body, scale=nn.Parameter(torch.full((WIDTH,), scale))))
 
 
-@hazard(THEME)
-def noise_behind_a_small_scale(h: Setting) -> Found:
-    """NumPy's noise behind a LayerScale of 1e-6"""
-    return step(h.net([Noisy(1e-6) for _ in range(4)]), batch())
+class BesideTheOutput(Theme):
+    theme = "beside the output"
 
+    def loss_against_the_block_before(self) -> Found:
+        """losses in a list, each against the detached features of the block before (self-distillation)"""
+        features: list[Tensor] = []
 
-@hazard(THEME)
-def noise_beside_large_values(h: Setting) -> Found:
-    """NumPy's noise, beside |x| = 1e5"""
-    return step(h.net([Noisy(1e-3) for _ in range(4)]), (1e5 * batch()).detach())
+        def tell(losses: list[Tensor], f: Tensor) -> None:
+            losses.append((f - features[-1]).square().mean() if features else f.sum() * 0)
+            features.append(f.detach())
 
+        return with_losses(self, tell, steps=1)
 
-@hazard(hazards_precision.THEME)
-def float64_very_small(h: Setting) -> Found:
-    """float64 with |x| = 1e-46"""
-    net = h.net([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]).double()
-    return step(net, (1e-46 * batch().double()).detach(), loss=lambda y: (1e46 * y).square().mean())
+    def loss_with_numpy_negatives(self) -> Found:
+        """losses in a list, against NumPy's random numbers (contrastive negatives)"""
+        return with_losses(self, lambda losses, f: losses.append((f * drawn(*f.shape)).sum()), steps=1)
 
+    def losses_emptied_first(self) -> Found:
+        """losses in a list that is emptied before each forward pass, three steps"""
+        return with_losses(self, size)
 
-@hazard(hazards_precision.THEME)
-def float64_very_large(h: Setting) -> Found:
-    """float64 with |x| = 1e39"""
-    net = h.net([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]).double()
-    return step(net, (1e39 * batch().double()).detach(), loss=lambda y: (1e-39 * y).square().mean())
+    def losses_emptied_before_backward(self) -> Found:
+        """losses in a list that is emptied before each backward pass, three steps"""
+        return with_losses(self, size, "before backward")
+
+    def list_as_extra_input(self) -> Found:
+        """a list as extra input, to which every block appends a loss"""
+        losses: list[Tensor] = []
+        net, x = self.net(several(lambda: Own(appending))), batch()
+        (square(net(x, losses)) + torch.stack(losses).sum()).backward()
+        return collect(net, length=torch.tensor(len(losses)))
+
+    def differentiable_table_kept(self) -> Found:
+        """a table made of a parameter on first use, and kept for the step"""
+        return self.step(several(lambda: Own(tabled, angles=nn.Parameter(torch.randn(WIDTH)), table=None)))
+
+    def parametrizations_cached(self) -> Found:
+        """parametrisations under parametrize.cached()"""
+        blocks = several(dense)
+        for block in blocks:
+            parametrize.register_parametrization(block[0], "weight", Symmetric())
+        net = self.net(blocks)
+        with parametrize.cached():
+            return step(net)
+
+    def batchnorm_outside(self) -> Found:
+        """a BatchNorm that belongs to no module"""
+        norm = nn.BatchNorm1d(WIDTH)
+        blocks = several(lambda: nn.Sequential(Mlp(), nn.Tanh(), Function(lambda f: norm(f))))
+        found = self.step(blocks, batch(6))
+        return found | {"running mean": norm.running_mean.clone(), "tracked": norm.num_batches_tracked.clone()}  # type: ignore[union-attr, operator]
+
+    def energy_by_torch_func(self) -> Found:
+        """torch.func.grad inside a block"""
+        return self.step(several(lambda: Own(lambda b, x: torch.func.grad(lambda x: b.f(x).square().sum())(x))))
+
+    def function_writes_to_its_output(self) -> Found:
+        """a Function whose backward works in the memory of the output it saved"""
+        return self.step(several(lambda: nn.Sequential(Mlp(), nn.Tanh(), Function(Bell.apply))))
+
+    @undisturbed
+    def dtype_changed_between(self) -> Found:
+        """model.double() between forward and backward"""
+        net = self.net(mlps())
+        return step(net, between=net.double if self.disturbed else None)
+
+    def threads_changed_between(self) -> Found:
+        """torch.set_num_threads between forward and backward, with GroupNorm"""
+        before = torch.get_num_threads()
+        blocks = several(lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)))
+        between = lambda: torch.set_num_threads(3 - min(before, 2))  # noqa: E731
+        try:
+            return self.step(blocks, image(), between=between, net={"dim": 1})
+        finally:
+            torch.set_num_threads(before)
+
+    def noise_behind_a_small_scale(self) -> Found:
+        """NumPy's noise behind a LayerScale of 1e-6"""
+        return self.step(noisy(1e-6))
+
+    def noise_beside_large_values(self) -> Found:
+        """NumPy's noise, beside |x| = 1e5"""
+        return self.step(noisy(1e-3), (1e5 * batch()).detach())

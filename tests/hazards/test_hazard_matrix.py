@@ -6,7 +6,7 @@ import pytest
 import torch
 from hazard_contenders import Checkpoint, RandomSign, Retrograde
 from hazard_list import ALL, THEMES
-from hazard_registry import HAZARDS, Cell, Contender, Hazard, Setting, attempt, judge
+from hazard_registry import HAZARDS, Cell, Contender, Hazard, Theme, attempt, judge
 from torch import Tensor, nn
 
 import retrograde as rg
@@ -16,7 +16,6 @@ SEEN_BY_VERIFY_ONLY = {
     "mutable_configuration_changed_between", "data_swapped_between", "data_written_between", "loss_with_numpy_negatives",
     "batchnorm_outside", "noise_behind_a_small_scale", "noise_beside_large_values",
 }  # fmt: skip
-WRONG: dict[str, str] = {}
 REFUSED = {
     "buffer_replaced", "buffer_updated", "spectral_norm", "quantisation_observer", "growing_cache", "nan_from_a_block",
     "inf_from_a_block", "parameter_written_between", "optimizer_step_between", "weights_loaded_between", "frozen_between",
@@ -32,7 +31,6 @@ COULD_BE_RIGHT = {
     "unfrozen_between",
     "own_function_reading_twice",
 }
-SAYS_TOO_LITTLE: dict[str, str] = {}
 MUST_NAME = {
     "own_function_reading_twice": "saved_tensors", "vmap_over_the_network": "torch.autograd",
     "per_sample_gradients": "torch.autograd", "func_grad": "torch.autograd", "forward_mode": "torch.autograd",
@@ -43,18 +41,12 @@ ACTION = re.compile(
 )
 
 
-def marked(h: Hazard) -> object:
-    return pytest.param(
-        h, id=h.name, marks=pytest.mark.xfail(strict=True, reason=WRONG[h.name]) if h.name in WRONG else ()
-    )
-
-
-@pytest.mark.parametrize("h", [marked(h) for h in ALL])
-def test_never_silently_wrong(h: Hazard) -> None:
+@pytest.mark.parametrize("name", [h.name for h in ALL])
+def test_never_silently_wrong(name: str) -> None:
     """By default right to the bit, or refused."""
-    cell = judge(h, Retrograde())
-    expected = "raises" if h.name in REFUSED | SEEN_BY_VERIFY_ONLY else "right"
-    assert cell.kind == expected or (h.name in COULD_BE_RIGHT and cell.kind == "right"), cell
+    cell = judge(HAZARDS[name], Retrograde())
+    expected = "raises" if name in REFUSED | SEEN_BY_VERIFY_ONLY else "right"
+    assert cell.kind == expected or (name in COULD_BE_RIGHT and cell.kind == "right"), cell
 
 
 SIGNED = [h.name for h in ALL if not h.name.startswith("depth_") and h.name != "two_threads"]
@@ -91,13 +83,7 @@ def test_what_verify_is_for_in_checkpoint_mode(name: str) -> None:
     assert off.kind == ("right" if harmless else "wrong")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=SAYS_TOO_LITTLE[n]) if n in SAYS_TOO_LITTLE else ())
-        for n in sorted(REFUSED | SEEN_BY_VERIFY_ONLY)
-    ],
-)
+@pytest.mark.parametrize("name", sorted(REFUSED | SEEN_BY_VERIFY_ONLY))
 def test_what_raises_says_what_to_do(name: str) -> None:
     ours = Retrograde()
     error = attempt(HAZARDS[name], lambda blocks, **options: ours.net(blocks, False, **options), True)
@@ -115,8 +101,8 @@ def test_what_raises_says_what_to_do(name: str) -> None:
 )
 def test_checkpoint_mode_too(name: str) -> None:
     """memory="checkpoint" is never silently wrong where "reverse" is not."""
-    if name in SEEN_BY_VERIFY_ONLY | set(WRONG):
-        pytest.skip("in a test of its own, or a known fault")
+    if name in SEEN_BY_VERIFY_ONLY:
+        pytest.skip("in a test of its own")
     assert judge(HAZARDS[name], Retrograde(memory="checkpoint")).kind in ("right", "raises")
 
 
@@ -141,7 +127,7 @@ def test_the_judge_sees_wrong_gradients_errors_and_rounding() -> None:
     h = HAZARDS["input_without_gradient"]
     assert judge(h, Halved()) == Cell("wrong", 0.5, "gradient 0") or judge(h, Halved()).error == pytest.approx(0.5)
 
-    def fails(setting: Setting) -> dict[str, Tensor]:
+    def fails(h: Theme) -> dict[str, Tensor]:
         raise rg.ReplayError("no")
 
     assert judge(Hazard("", "", "", fails, False, 0), Checkpoint()).kind == "raises"
