@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrograde.convert.block import place_of
+
 
 def step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """Output, gradients, buffers and the next random number of a training step from a fixed random state. Gradients are
@@ -24,6 +26,14 @@ def step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Ten
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
     return found
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """`block.compile(**options)` of every step of a stage."""
+    for module in model.modules():
+        place = place_of(module)
+        if place is not None and not place.stage.checkpointed:
+            module.compile(**options)
 
 
 def anatomy(model: nn.Module) -> dict[str, Any]:

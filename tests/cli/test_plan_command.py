@@ -115,6 +115,16 @@ def test_a_folder_with_a_config(small_gpt2: str) -> None:
     assert 0 < most[0] < most[1] <= 256
 
 
+def test_layers_in_two_steps(small_gpt2: str) -> None:
+    shown = CliRunner().invoke(app, ["plan", small_gpt2, "--split", "--size", "128", "--budget", "29MB"])
+    assert shown.exit_code == 0, shown.output
+    assert "block, 16 steps" in shown.output
+    assert re.search(r"rg\.convert\(model, gamma=0\.125, split=True, memory=\d+\)", shown.output), shown.output
+    shown = CliRunner().invoke(app, ["plan", "resnet18", "--split", "--batch", "2"])
+    assert shown.exit_code == 1
+    assert "split=True, and there is no layer to split" in shown.output
+
+
 def test_adapters_of_a_rank_are_all_that_is_trained(small_gpt2: str) -> None:
     whole, adapters = (
         CliRunner().invoke(app, ["plan", small_gpt2, *more]).output for more in ([], ["--lora-rank", "2"])

@@ -1,4 +1,4 @@
-"""`convert(compile=)`: blocks through the compiler, the bits of stored activations, and like blocks compiled once."""
+"""`block.compile()` of converted blocks: blocks through the compiler, the bits of stored activations, and like blocks compiled once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
+from conversion import compile_blocks
 from retrograde.extras import require
 
 pytestmark = [
@@ -44,13 +45,8 @@ def test_bits_of_store_and_nothing_compiled_twice(make: Callable[[], Any], backe
     start, blocks = compiled_frames(), 0
     for memory in ("store", "reverse"):
         model.load_state_dict(weights)
-        rg.convert(
-            model,
-            memory=memory,
-            compile={"backend": backend},
-            fixed_point=rg.FixedPoint(20, torch.int32),
-            verify="strict",
-        )
+        rg.convert(model, memory=memory, fixed_point=rg.FixedPoint(20, torch.int32), verify="strict")
+        compile_blocks(model, backend=backend)
         found[memory] = step(model, x)
         before = compiled_frames()
         step(model, x)
@@ -66,9 +62,23 @@ def compiled_frames() -> int:
 
 
 def test_an_option_that_the_compiler_does_not_have() -> None:
-    model, _ = encoder()
-    with pytest.raises(ValueError, match="compile"):
-        rg.convert(model, compile={"speed": 2})
-    with pytest.raises(TypeError, match="compile must be"):
-        rg.convert(model, compile="inductor")  # type: ignore[arg-type]
-    assert type(model.layers[0]) is nn.TransformerEncoderLayer  # as it was
+    model, x = encoder()
+    rg.convert(model)
+    with pytest.raises(TypeError, match="speed"):
+        model.layers[0].compile(speed=2)
+    step(model, x)
+
+
+def test_the_block_itself_is_compiled_whole() -> None:
+    """torchtitan compiles layers so, after it has asked for their checkpointing."""
+    model, x = encoder()
+    rg.convert(model)
+    expected, before = step(model, x), compiled_frames()
+    for layer in model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    found = step(model, x)
+    assert compiled_frames() > before
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    rg.revert(model)
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer
+    model(x).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from html.parser import HTMLParser
 from typing import Any
@@ -344,3 +345,45 @@ def test_a_model_that_looks_at_its_mask() -> None:
     plan = rg.plan(Masked(), torch.randn(8, 64, 32))
     assert [row.blocks for row in plan.stages] == [8]
     assert plan.peaks["auto"].peak < plan.peaks["plain"].peak
+
+
+class Dropped(nn.Module):
+    """Leaves layers out while it is trained."""
+
+    def __init__(self, kept: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layers = encoder(3).layers
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.training or self.kept():
+                x = layer(x)
+        return x
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "dropped if less": lambda: not torch.rand([]) < 0.1,
+    "kept if more": lambda: torch.rand(1) > 0.1,
+    "kept if less": lambda: torch.rand(1).item() < 0.9,
+    "in place": lambda: torch.empty(1).uniform_() > 0.1,
+    "a coin": lambda: torch.bernoulli(torch.tensor(0.9)) == 1,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_layers_left_out_at_random_are_planned_as_there(draw: str) -> None:
+    x = torch.randn(8, 8, 32)
+    plan, whole = (rg.plan(Dropped(kept), x) for kept in (DRAWS[draw], lambda: True))
+    assert {way: peak.held for way, peak in plan.peaks.items()} == {way: peak.held for way, peak in whole.peaks.items()}
+    rg.convert(Dropped(DRAWS[draw]), memory=10**9)(x).sum().backward()
+
+
+def test_a_plan_leaves_nothing_in_the_caches_of_a_library() -> None:
+    """DINOv3 has its coordinates from a cache, by a decorator of transformers."""
+    config = hf.DINOv3ViTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    model, images = hf.DINOv3ViTModel(config).train(), torch.randn(2, 3, 32, 32)
+    rg.plan(model, images)
+    model(images).last_hidden_state.sum().backward()

@@ -103,12 +103,13 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="whose state to count: none, sgd (with momentum), adamw, adamw8bit, lion, …")] = "none",
     lora_rank: Annotated[int, typer.Option(min=0, help="train adapters of this rank alone")] = 0,
     stages: Annotated[list[str] | None, typer.Option("--stage", help="a path or pattern; may be repeated")] = None,
+    split: Annotated[bool, typer.Option("--split", help="attention and MLP of transformer layers as steps of their own")] = False,
 ) -> None:  # fmt: skip
     """Show what would be converted in a model, and the memory of a training step each way, predicted."""
     from . import plan as planning
 
     with _errors_in_one_line("Nothing was changed: the same command starts again."):
-        planning.main(model, batch, size, gamma, budget, amp, optimizer, lora_rank, stages or [])
+        planning.main(model, batch, size, gamma, budget, amp, optimizer, lora_rank, stages or [], split)
 
 
 for _command in metadata.entry_points(group="retrograde.commands"):

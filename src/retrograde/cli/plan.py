@@ -31,7 +31,8 @@ OPTIMIZERS: dict[str, float] = {
 
 
 def main(
-    name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, lora_rank: int, stages: list[str]
+    name: str, batch: int, size: int | None, gamma: float, budget: str, amp: str, optimizer: str, lora_rank: int, stages: list[str],
+    split: bool = False,
 ) -> None:  # fmt: skip
     """Plan, and show it."""
     choice("--amp", amp, tuple(AMP))
@@ -45,7 +46,7 @@ def main(
             with mode:
                 adapted(model, lora_rank)
     state = sum(_state(p, optimizer) for p in model.parameters() if p.requires_grad)
-    options: dict[str, Any] = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp]}
+    options: dict[str, Any] = {"gamma": gamma, "stages": stages or None, "autocast": AMP[amp], "split": split}
     size = chosen.size(model, size)
 
     def planned(batch: int, size: int | None, **more: Any) -> Plan:
@@ -81,7 +82,8 @@ def main(
         within = planned(batch, size, memory=made.room)
         named = f", stages={stages}" if stages else ""
         modes = "; ".join(f"{row.path}: {row.mode}" for row in within.rows)
-        call = f"rg.convert(model, gamma={gamma:g}{named}, memory={made.room})"
+        parted = ", split=True" if split else ""
+        call = f"rg.convert(model, gamma={gamma:g}{named}{parted}, memory={made.room})"
         told = f"takes {human(within.peaks['auto'].peak)}, about {within.times['auto']:.2f}× the time of plain: {modes}"
         print(f"\n{call}\n{textwrap.fill(told, WIDTH)}")
 

@@ -36,6 +36,7 @@ class Place:
     path: str
     keyword: str  # the name of x among the parameters of the block's forward
     steps: int = 1  # how many it takes: of a layer in parts, several
+    compile: dict[str, Any] | None = None  # options of torch.compile for the block's own code
 
 
 class Derived:
@@ -80,6 +81,11 @@ _ADVICE = (
 class Converted(Step):
     """What a converted block's class adds to its own."""
 
+    def compile(self, **options: Any) -> None:
+        """Run the block's own code through `torch.compile`, with these options; blocks that are alike are compiled once."""
+        compiled(self._retrograde_class.forward, options)  # raises for what is no option
+        self.__dict__[PLACE].compile = options
+
     @torch._disable_dynamo  # the step is not for the compiler; what the block calls may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place: Place = self.__dict__[PLACE]
@@ -105,8 +111,8 @@ class Converted(Step):
             branch = branch_now(self, place, alone=not (args or kwargs))
             if branch is not None:
                 forward, keyword, whole = branch, None, False
-        if stage.settings.compile is not None and not is_fake(x):
-            forward = compiled(forward, stage.settings.compile)
+        if place.compile is not None and not is_fake(x):
+            forward = compiled(forward, place.compile)
         own = Own(self, forward, keyword, whole)  # type: ignore[arg-type]
         with outside_checkpoints():
             return stage.take(own, place.index, place.path, x, extra, alone)
@@ -133,8 +139,8 @@ def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
 
     def take(k: int, part: Part, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = part.run
-        if stage.settings.compile is not None and not is_fake(x):
-            run = compiled(run, stage.settings.compile)
+        if place.compile is not None and not is_fake(x):
+            run = compiled(run, place.compile)
         own = Own(block, run, None, uses=part.uses)
         return stage.take(
             own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs), stage.alone(block, x)
@@ -181,11 +187,11 @@ def not_rectified(block: nn.Module, path: str) -> ValueError:
 _compiled: dict[tuple[Any, str], Any] = {}
 
 
-def compiled(forward: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+def compiled(forward: Any, options: dict[str, Any]) -> Any:
     """A block class's own forward, compiled: once for all blocks that are alike."""
     key = forward, repr(options)
     if key not in _compiled:
-        _compiled[key] = torch.compile(forward, **dict(options))
+        _compiled[key] = torch.compile(forward, **options)
     return _compiled[key]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,13 +43,13 @@ def convert(
     model: nn.Module, example: Any = None, *, gamma: Any = None, stages: Sequence[str] | str | None = None,
     form: str | None = None, velocity: str | None = None, memory: str | int | float = "auto",
     fixed_point: str | FixedPoint = "auto", verify: str = "auto", overflow: str = "raise",
-    compile: bool | dict[str, Any] = False, split: bool = False,
+    split: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Run the residual stages of a model as momentum networks: the same object, parameters and `state_dict`.
 
     Blocks of torchvision, timm, transformers and PyTorch itself are known; other models are tried out on an example, or
     their stages are named. Blocks that change the shape of their input stay what they are; unless memory is "store" they
-    are run again in backward, from their kept input.
+    are run again in backward, from their kept input. `block.compile()` of a converted block compiles its own code in its steps.
 
     Args:
         model: any model. It is changed in place.
@@ -74,8 +73,6 @@ def convert(
             reversed or not run again. What is needed is found by a step on a copy of the model without values; where that cannot
             be run, from the first real step. Code that keeps tensors outside of modules, in global caches, cannot be copied.
         fixed_point, verify, overflow: as in `MomentumNet`.
-        compile: run the blocks through `torch.compile`, with these options of it; blocks that are alike are compiled once. (To
-            compile the rest of the model too, `torch.compile` it afterwards.)
         split: attention and MLP of transformer layers as steps of their own: another momentum network, of twice as many blocks, that
             needs less memory where sequences are long. Layers that do not add one after the other to x are left whole: see `split`.
 
@@ -92,10 +89,7 @@ def convert(
     >>> model(torch.randn(2, 5, 16)).sum().backward()
     """
     mode, budget = parse_memory(memory)
-    settings = Settings(
-        gamma, form or "block", velocity, mode, fixed_point, verify, overflow, _compile_options(compile),
-        insists=form is not None,
-    )  # fmt: skip
+    settings = Settings(gamma, form or "block", velocity, mode, fixed_point, verify, overflow, insists=form is not None)
     check_settings(settings, model, example)
     finding = look(model, example, stages, form, split)
     if isinstance(gamma, str):
@@ -182,7 +176,7 @@ def trial(
     model: nn.Module, example: Any, finding: Finding, settings: Settings, autocast: torch.dtype | None = None
 ) -> Trial:
     """The outputs on the example at any γ, with what was found converted."""
-    way = replace(settings, memory="store", compile=None)
+    way = replace(settings, memory="store")
     return Trial(model, example, lambda copied, gamma: place(copied, finding, replace(way, gamma=gamma)), autocast)
 
 
@@ -310,19 +304,6 @@ def check_example(example: Any) -> None:
             "example must be what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments; "
             f"got {example!r}. γ is given by its name: gamma={example!r}."
         )
-
-
-def _compile_options(given: Any) -> tuple[tuple[str, Any], ...] | None:
-    """Options of `torch.compile`, in a form that can be looked up by; None: not to be compiled."""
-    if not isinstance(given, bool | dict):
-        raise TypeError(f"compile must be True, False, or a dictionary of options of torch.compile; got {given!r}.")
-    if isinstance(given, bool):
-        return () if given else None
-    allowed = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
-    for name in given:
-        if name not in allowed:
-            raise ValueError(f"compile: torch.compile has no option {name!r}. It has: {', '.join(allowed)}.")
-    return tuple(sorted(given.items()))
 
 
 def check_settings(settings: Settings, model: nn.Module, example: Any) -> None:

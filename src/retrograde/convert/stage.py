@@ -54,7 +54,6 @@ class Settings:
     fixed_point: str | FixedPoint = "auto"
     verify: str = "auto"
     overflow: str = "raise"
-    compile: tuple[tuple[str, Any], ...] | None = None  # options of torch.compile for the blocks
     insists: bool = False  # on its form, which was asked for
     split: bool = False  # attention and MLP are steps of their own
 

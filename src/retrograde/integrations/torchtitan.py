@@ -2,7 +2,8 @@
 
     Trainer.Config(..., activation_checkpoint=ReversibleAC.Config(gamma=1/8))
 
-The blocks are converted where torchtitan would wrap them for checkpointing: after tensor parallelism, before compile and FSDP.
+The blocks are converted where torchtitan would wrap them for checkpointing: after tensor parallelism, before FSDP and compile, which
+compiles what the blocks run in their steps.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ class ReversibleAC(ActivationCheckpointing):
         stages: str = "layers.*"
         """The blocks: a path, or a pattern."""
 
-        compile: bool = False
-        """Whether the blocks are compiled. torchtitan's own compile would leave them out."""
-
     def apply(self, model: nn.Module) -> None:
         config: Any = self.config
-        convert(model, gamma=config.gamma, memory=config.memory, stages=[config.stages], compile=config.compile)
+        convert(model, gamma=config.gamma, memory=config.memory, stages=[config.stages])

@@ -3,8 +3,8 @@
     usage = the most bytes alive in each interval between two marks
 
 Nothing is computed and nothing is allocated, but every tensor has its size, and every allocation is counted. The copy is
-thrown away afterwards, so the user's model, its caches, hooks, counters and random numbers stay as they are. Fake tensors that
-outlive the copy, in a global cache say, raise on use.
+thrown away afterwards, so the user's model, its caches, hooks, counters and random numbers stay as they are. An `lru_cache` that the
+copy fills is emptied. Other fake tensors that outlive the copy, in a global variable say, raise on use.
 
 Memory that kernels allocate and free inside is not seen. Some of it is known well enough to be added (`INSIDE`).
 """
@@ -15,10 +15,13 @@ import copy
 import logging
 import math
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import _lru_cache_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -226,7 +229,8 @@ class PlanningMode(FakeTensorMode):
     Otherwise code that caches a fake tensor would go on without values: gradients would vanish, or a kernel would crash.
 
     Args:
-        guesses: where the model looks at a value, it sees False, 0.5 or 1: a mask is not causal, no layer is dropped.
+        guesses: where the model looks at a value, it sees False, 0.5 or 1: a mask is not causal. A single number that is drawn is
+            0.5, also in what is computed of it, and a coin is 1: a layer is there, if it is left out less than every other time.
     """
 
     def __init__(self, guesses: bool = False) -> None:
@@ -242,7 +246,12 @@ class PlanningMode(FakeTensorMode):
                 "of its module, or plan without a budget."
             )
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            drawn = self.guesses and torch.Tag.nondeterministic_seeded in func.tags
+            if drawn and isinstance(out, FakeTensor) and out.numel() == 1 and out.dtype.is_floating_point:
+                guess = 1 if "bernoulli" in str(func) else 0.5
+                out.constant = torch.full(out.shape, guess, dtype=out.dtype)
+            return out
         except DataDependentOutputException:
             if not self.guesses or func is not torch.ops.aten._local_scalar_dense.default:
                 raise
@@ -317,12 +326,35 @@ def fake_copy(
         meter.count(leaf.grad, 0)
     for tensor in known:
         meter.count(tensor, 0)
+    caches = [(cache, cache.cache_info().misses) for cache in _caches_near(model)]
     try:
         with no_trace(), mode, torch.enable_grad(), attention_on(device_of(model).type), meter:
             yield Copy(model, others, args, kwargs, meter, known, leaves)
     finally:
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:  # it has something of this step
+                cache.cache_clear()
         if given is None and isinstance(mode, PlanningMode):
             mode.over = True
+
+
+_OF_NO_USER = {"builtins", "torch", "retrograde"}
+
+
+def _caches_near(model: nn.Module) -> set[Any]:
+    """The `functools.lru_cache`s that code of the model's packages, its classes or its modules may fill."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OF_NO_USER
+    spaces = [vars(code) for name, code in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    found: set[Any] = set()
+    for space in (*spaces, *map(vars, classes), *map(vars, model.modules())):
+        for value in list(space.values()):
+            reached = [value]  # and, of a decorated function, what the decorator made
+            for cell in value.__closure__ or () if isinstance(value, FunctionType) else ():
+                with suppress(ValueError):  # an empty cell
+                    reached.append(cell.cell_contents)
+            found.update(each for each in reached if isinstance(each, _lru_cache_wrapper))
+    return found
 
 
 def _fake(t: Tensor, mode: FakeTensorMode) -> Tensor:
