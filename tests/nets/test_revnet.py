@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from problems import Mlp
+from retrograde.arithmetic.squeeze import squeeze, unsqueeze
 from retrograde.nets.revnet import RevNet
-from retrograde.reverse.coupling import squeeze, unsqueeze
 
 
 def test_against_floats_and_autograd_alone() -> None:

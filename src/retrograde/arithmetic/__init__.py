@@ -9,5 +9,6 @@ kernels     which implementation of the kernels runs on a tensor; tensors as fla
 cpu         the kernels in compiled C (native compiles cpu.c)
 cuda        the kernels in Triton
 hash        a 64-bit hash of a tensor
+squeeze     space to channels
 sample      the hash of some elements of several tensors, in one call
 """

@@ -82,3 +82,13 @@ def check_finite(x: Tensor, what: str = "the input") -> None:
         raise ValueError(
             f"{what} has {bad} values of {x.numel()} that are NaN or Inf; all must be finite. Find where they come from."
         )
+
+
+def check_halves(x: Tensor, dim: int) -> None:
+    """Raise unless x can be split in two along a dimension."""
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim() or x.shape[dim] % 2:
+        given = f"{x.shape[dim]} channels" if x.dim() and -x.dim() <= dim < x.dim() else "no such dimension"
+        raise ValueError(
+            f"a coupling splits its input in two along dim={dim}, so it needs an even number of channels there; got "
+            f"{given} in shape {tuple(x.shape)}. Pad a channel, or repeat the input (torch.cat([x, x], dim={dim}))."
+        )

@@ -25,7 +25,7 @@ from ..reverse.forward import Pass
 from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.widening import first_range
-from .checks import Choice, modules
+from .checks import Choice, check_halves, modules
 from .inverse import run_back
 
 
@@ -122,6 +122,7 @@ class CouplingNet(nn.Module):
         """One forward pass."""
         depth = len(self.blocks)
         seen = self.range.begin(x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=0)
+        check_halves(x0, self.recurrence.dim)
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory
         state = Coupling(x0, self.recurrence, seen)
         run = Pass(

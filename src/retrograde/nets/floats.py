@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..reverse.coupling import halves, squeeze
+from ..arithmetic.squeeze import squeeze
 from ..reverse.parts import version
 from ..reverse.residual import Residual
+from .checks import check_halves
 
 GIVERS = "_retrograde_givers"
 """Where a deployed network has the givers of its blocks."""
@@ -104,7 +105,8 @@ def momentum(net: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def coupling(net: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The output of a `CouplingNet`."""
     dim = net.recurrence.dim
-    streams = list(halves(x, dim))
+    check_halves(x, dim)
+    streams = list(x.chunk(2, dim))
     for k, (block, give, r) in enumerate(zip(net.blocks, _givers(net), net.recurrence.squeezes, strict=True)):
         read = streams[1 - k % 2]
         streams[k % 2] = moved(streams[k % 2], give(block, read, *args, **kwargs))

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..reverse.coupling import squeeze, unsqueeze
+from ..arithmetic.squeeze import squeeze, unsqueeze
 from .checks import check_input, modules, whole
 from .coupling import CoupledState, CouplingNet
 from .resnet import BasicBlock, ResNet, resnet

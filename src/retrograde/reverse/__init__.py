@@ -1,7 +1,7 @@
 """The training step: a reversible network's pass forwards, and its way back. Read it in this order:
 
 scheme         what a reversible scheme is; the integers that all schemes move
-momentum       the momentum scheme: one step on, one step back, the gradient of a step
+momentum       the momentum scheme: one step on, one step back; gradients: the gradient of a step
 nodes          autograd nodes: tokens carry gradients, integers carry values
 forward        the pass over a stack of blocks
 replay         one run of one block that can be run again to the bit
@@ -20,7 +20,6 @@ And what it does not:
 recurrence     γ and form: what one momentum network computes
 coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ is of random sign
 launch         an initial velocity that is not 0
-gradients      parts of the momentum gradient: the masks of relus, second derivatives
 widening       a range that becomes wider within a pass; calibrate: which fixed point holds which values
 again          a pass on an accelerator that left its range, run again
 containers     copies of lists, dictionaries and buffers that a block may change

@@ -1,54 +1,115 @@
-"""Parts of the momentum gradient that not every network needs: for second derivatives, and for what only some blocks compute."""
+"""The gradient of a momentum step. The step is linear in x and v, so its gradient needs no values. With s = gx + gv:
+
+    gy = gain·s      gv ← γ·s      gx ← gx
+
+but gx ← gx − gy for form "block", and for form "relu" where the relu stops its input.
+
+gv is a multiple of gy, which the block is given anyway. So what comes for token v *is* gy of the step that took it, and
+gv is γ/gain times that. At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left out, and the
+step before makes it. What a block's backward pass holds besides its own tensors is one array, and none in the last
+block.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arithmetic.reference import carried, unpacked
+from ..arithmetic.reference import carried, scaled, unpacked
 from .nodes import keeps_graph, traced
-
-if TYPE_CHECKING:
-    from .momentum import MomentumGradient
-
-
-def carried_in_graph(
-    p: Tensor | None, h: Tensor | None, d: Tensor, numbers: tuple[float, float, float, float, int],
-    mask: Tensor | None, after: Tensor | None, strides: tuple[int, ...], dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """gx, gy and what the block gets, as the kernel `carry` makes them, where the backward pass is itself differentiated."""
-    passed, passed_after = (None if m is None else unpacked(m, d.shape, strides) for m in (mask, after))
-    gx, gy = carried(p, h, d, numbers, passed, passed_after)
-    return gx.to(dtype), gy.to(dtype), gy if passed is None else torch.where(passed, gy, 0)
+from .recurrence import FORMS, Recurrence
+from .scheme import Gradient, Gradients, laid_out
 
 
-def add(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """a + b in this dtype, into a's memory where it is an array and no graph is made of it; b is never written to."""
-    if a is None or b is None:
-        return a if b is None else b.to(dtype, copy=True)
-    return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
+class MomentumGradient(Gradient):
+    """How gradients pass through a momentum step; token 0 is of x, token 1 of v.
 
+    Attributes:
+        strides: of the state: in this layout are the gradients and the masks.
+        forms: by layer, what its block computes, by its number among `FORMS`; the last entry is for what made v₀.
+        masks: by layer, where its relu passed its input, one bit an element.
+        output_dtypes: by layer, of the blocks' outputs.
+    """
 
-def through_form(gradient: MomentumGradient, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
-    if gradient.forms[k] != 2:
-        return (add(gx, -gf, gradient.dtype) if gradient.forms[k] else gx), gf
-    passed = unpacked(mask_of(gradient, k), gf.shape, gradient.strides)
-    return add(gx, -torch.where(passed, 0, gf), gradient.dtype), torch.where(passed, gf, 0)
+    def __init__(self, recurrence: Recurrence, dtype: torch.dtype, kernels: Any, strides: tuple[int, ...]) -> None:
+        super().__init__(dtype, recurrence)
+        self.kernels = kernels
+        self.strides = strides
+        self.forms = [FORMS.index(recurrence.form)] * (len(recurrence.gammas) + 1)
+        self.masks: dict[int, Tensor] = {}
+        self.output_dtypes: dict[int, torch.dtype] = {}
 
+    def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
+        p, h = tokens
+        if k < 0:
+            return self.launched(self.add(p, d), None if h is None else h * self.recurrence.carried[0][0])
+        if d is None:
+            like = h if h is not None else p
+            if like is None:
+                return [None, None], None
+            d = like.new_zeros(()).expand(like.shape)
+        numbers = (*self.recurrence.carried[k + 1], self.recurrence.factors[k][3], self.forms[k])
+        after = self.masks.get(k + 1) if p is None and h is not None else None
+        mask = self.mask(k) if self.forms[k] == 2 else None
+        left_out = p is None and h is None and wanted[1] and k > 0
+        gx: Tensor | None
+        if traced(p, h, d):  # out of place, so that it can be differentiated
+            passed, passed_after = (None if m is None else unpacked(m, d.shape, self.strides) for m in (mask, after))
+            gx, exact = carried(p, h, d, numbers, passed, passed_after)
+            gx, gy = gx.to(self.dtype), exact.to(self.dtype)
+            given = exact if passed is None else torch.where(passed, exact, 0)
+        else:
+            p, h, d = (None if g is None else laid_out(g, self.strides) for g in (p, h, d))
+            assert d is not None
+            gy = torch.empty_like(d, dtype=self.dtype)
+            gx = p if p is not None or left_out else torch.empty_like(gy)  # p is an array of ours, made one step before
+            given = gy
+            if self.output_dtypes[k] != self.dtype or mask is not None:
+                given = torch.empty_like(gy, dtype=self.output_dtypes[k])
+            self.kernels.carry(p, h, d, *numbers, gx, gy, given, mask, after)
+        if left_out:
+            gx = None
+            if k in self.observed:  # else the step before makes gx of gy
+                _, e, e1 = self.recurrence.carried[k]
+                gx = scaled(gy, e, e1, None if mask is None else unpacked(mask, gy.shape, self.strides))
+        return [gx, gy if wanted[1] else None], given
 
-def mask_of(gradient: MomentumGradient, k: int) -> Tensor:
-    """Where the relu of block k passed its input. The masks above are let go of, unless the graph is to be run through again."""
-    masks = gradient.masks
-    if k not in masks:
-        raise RuntimeError(
-            "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
-        )
-    if not keeps_graph():
-        masks.pop(k + 2, None)
-        if k == 0:
-            masks.pop(1, None)
-            return masks.pop(0)
-    return masks[k]
+    def leave(self, gradient: Tensor) -> Gradients:
+        """From the gradient of v as a float."""
+        return [None, gradient.to(self.dtype)]
+
+    def launched(self, gx: Tensor | None, gv: Tensor | None) -> tuple[Gradients, Tensor | None]:
+        """Gradients of the tokens and of the output that made v₀, from those of x₀ and v₀."""
+        if gv is None:
+            return [gx, None], None
+        gx, gy = self.through_form(-1, gx, gv)
+        return [gx, None], gy
+
+    def through_form(self, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
+        if self.forms[k] != 2:
+            return (self.add(gx, -gf) if self.forms[k] else gx), gf
+        passed = unpacked(self.mask(k), gf.shape, self.strides)
+        return self.add(gx, -torch.where(passed, 0, gf)), torch.where(passed, gf, 0)
+
+    def add(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        """a + b, into a's memory where it is an array and no graph is made of it; b is never written to."""
+        if a is None or b is None:
+            return a if b is None else b.to(self.dtype, copy=True)
+        return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
+
+    def mask(self, k: int) -> Tensor:
+        """Where the relu of block k passed its input. The masks above are let go of, unless the graph is to be run through again."""
+        masks = self.masks
+        if k not in masks:
+            raise RuntimeError(
+                "The backward pass of this network has run. To run it twice, pass retain_graph=True to the first."
+            )
+        if not keeps_graph():
+            masks.pop(k + 2, None)
+            if k == 0:
+                masks.pop(1, None)
+                return masks.pop(0)
+        return masks[k]

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import packed
-from .gradients import through_form
 from .widening import widen, widened
 
 if TYPE_CHECKING:
-    from .momentum import Momentum, MomentumGradient
-    from .scheme import Gradients
+    from .momentum import Momentum
 
 
 def launch(state: Momentum, y: Tensor) -> Tensor:
@@ -36,11 +34,3 @@ def launch(state: Momentum, y: Tensor) -> Tensor:
             x0 = state.read()
     state.encode(v0, state.v, column=0, guard=state.fixed.guard)
     return x0
-
-
-def launched(gradient: MomentumGradient, gx: Tensor | None, gv: Tensor | None) -> tuple[Gradients, Tensor | None]:
-    """Gradients of the tokens and of y, from those of x₀ and v₀."""
-    if gv is None:
-        return [gx, None], None
-    gx, gy = through_form(gradient, -1, gx, gv)
-    return [gx, None], gy

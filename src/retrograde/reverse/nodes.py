@@ -25,7 +25,8 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
-from .scheme import State
+from ..errors import ReplayError
+from .scheme import Gradient, Gradients, State
 
 
 class Enter(Function):
@@ -40,6 +41,7 @@ class Enter(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         *tokens, d = gradients
+        check_unchanged(ctx.gradient, 0, tokens)
         gx = ctx.gradient.enter(tokens, d)
         return (None if gx is None else gx.to(ctx.dtype)), None
 
@@ -57,8 +59,12 @@ class Step(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         *tokens, d = gradients
-        given, gy = ctx.gradient.vjp(ctx.k, tokens, d, ctx.needs_input_grad[3:])
-        return (None if gy is None else gy.to(ctx.dtype)), None, None, *given
+        check_unchanged(ctx.gradient, ctx.k + 1, tokens)
+        before, gy = ctx.gradient.vjp(ctx.k, tokens, d, ctx.needs_input_grad[3:])
+        if gy is None:
+            return None, None, None, *before
+        ctx.gradient.given[ctx.k] = [(at, g._version) for at, g in enumerate(before) if g is gy]
+        return gy.to(ctx.dtype), None, None, *before
 
 
 class Leave(Function):
@@ -84,6 +90,17 @@ class Rejoin(Function):
         if p is None:
             return None, None, None
         return p.new_zeros(()).expand(p.shape), p.to(ctx.dtype), None  # None would say that gx was left out
+
+
+def check_unchanged(gradient: Gradient, k: int, tokens: Gradients) -> None:
+    """Raise if block k changed the gradient that it was given, which goes on to the step before."""
+    for at, version in gradient.given.pop(k, ()):
+        g = tokens[at]
+        if g is not None and g._version != version:
+            raise ReplayError(
+                "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a "
+                "changed copy instead."
+            )
 
 
 def observed(x: Tensor) -> bool:

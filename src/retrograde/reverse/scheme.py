@@ -15,7 +15,7 @@ wider one (`widening`). docs/extending.md builds a scheme from nothing.
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch._subclasses import FakeTensor
 
 from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.kernels import KERNELS
-from ..errors import ReplayError
 from .range import PassRange
 from .widening import Widening, pull_before, take_wider
 
@@ -37,7 +36,7 @@ def total(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:
     return sum(given[1:], start=given[0]) if given else None
 
 
-def plain(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.float64) -> Tensor:
+def laid_out(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.float64) -> Tensor:
     """t as the kernels take it: in this memory layout; not a subclass that may hold its values elsewhere (a collective under way);
     not wider than `work`."""
     if type(t) is not Tensor and not isinstance(t, FakeTensor):
@@ -47,20 +46,21 @@ def plain(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.float64
     return t if t.stride() == strides else t.new_empty_strided(t.shape, strides).copy_(t)
 
 
-def check_unchanged(gradient: Tensor | None, version: int | None) -> None:
-    """Raise if a block changed the gradient that it was given, at this version."""
-    if gradient is not None and version is not None and gradient._version != version:
-        raise ReplayError(
-            "a gradient was changed in place inside a block's backward pass (by a hook, or by a Function's backward). Return a changed "
-            "copy instead."
-        )
+class Gradient:
+    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward.
 
+    Attributes:
+        dtype: in which gradients are added up.
+        recurrence: as of the state.
+        observed: layers at whose input somebody looks: there the gradient of a token must not be left out.
+        given: by layer, the tokens whose gradient is the very tensor that the block was given, and its version then.
+    """
 
-class Gradient(Protocol):
-    """How gradients pass through a step. It holds no part of the state: autograd's graph keeps it until backward."""
-
-    observed: set[int]
-    """Layers at whose input somebody looks: there the gradient of a token must not be left out."""
+    def __init__(self, dtype: torch.dtype, recurrence: Any = None) -> None:
+        self.dtype = dtype
+        self.recurrence = recurrence
+        self.observed: set[int] = set()
+        self.given: dict[int, list[tuple[int, int]]] = {}
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         """Gradients of the tokens and of the block's output that went into step k; −1 sets the initial state from an output.
@@ -70,23 +70,32 @@ class Gradient(Protocol):
             d: the gradient of the float that came out, which is the next block's input.
             wanted: which tokens need a gradient.
         """
+        raise NotImplementedError
 
     def enter(self, tokens: Gradients, d: Tensor | None) -> Tensor | None:
         """Gradient of the network's input."""
+        return total(self.dtype, *tokens, d)
 
     def leave(self, gradient: Tensor) -> Gradients:
         """Gradients of the tokens, from that of what `State.rest` returned."""
+        raise NotImplementedError
 
 
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
-    A scheme defines `take`, `draw` and `undo`, has a `gradient`, and replaces what else it needs to be different.
+    A scheme defines `start`, `take`, `draw` and `undo`, and replaces what else it needs to be different.
+
+    Args:
+        x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
+        recurrence: what the network computes, apart from its blocks, for the scheme itself to read.
+        seen: the range of the pass.
+        reversible: keep what a step back needs; otherwise only what the next step needs.
+
     Attributes:
         fixed: the fixed point now.
         buffers: what steps keep besides for the way back, by layer.
         widenings: by step, the ranges that became wider before it.
-        reversible: whether what a step back needs is kept.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -100,7 +109,8 @@ class State:
     """How many of them, the first ones, depend on the input: the others start without a gradient."""
     gradient: Any
 
-    def __init__(self, x0: Tensor, seen: PassRange, *, reversible: bool = True) -> None:
+    def __init__(self, x0: Tensor, recurrence: Any, seen: PassRange, *, reversible: bool = True) -> None:
+        self.recurrence = recurrence
         self.range = seen
         self.reversible = reversible
         self.dtype = x0.dtype
@@ -108,6 +118,7 @@ class State:
         self.buffers: dict[int, Tensor] = {}
         self.widenings: dict[int, Widening] = {}
         self.hold(seen.fixed)
+        self.start(x0)
 
     def hold(self, fixed: FixedPoint) -> None:
         """Use this fixed point from now on."""
@@ -115,6 +126,10 @@ class State:
         self.unit = 2.0**-fixed.bits
         self.guarded_unit = 2.0 ** -(fixed.bits + fixed.guard)
         self.range.hold(fixed)
+
+    def start(self, x0: Tensor) -> None:
+        """Set the integers, with `begin`, and the `gradient`."""
+        raise NotImplementedError
 
     def begin(self, *parts: Tensor) -> list[Tensor]:
         """The parts of the input as integers, noted as the start of the pass."""
@@ -126,9 +141,7 @@ class State:
 
     def encode(self, x: Tensor, q: Tensor, column: int, guard: int = 0) -> None:
         """Fill q with x as integers, and note the largest in a column of the range's first row."""
-        x = x.detach()
-        if type(x) is not Tensor or x.stride() != q.stride() or x.dtype == torch.float64:
-            x = plain(x, q.stride(), self.fixed.work)
+        x = laid_out(x.detach(), q.stride(), self.fixed.work)
         self.kernels.encode(x, 2.0 ** (self.fixed.bits + guard), q, self.range.rows[0], column)
         if not self.range.fits(0):
             self.range.refuse(0)
@@ -237,7 +250,7 @@ class State:
 
     def anew(self, x0: Tensor, seen: PassRange) -> Any:
         """A state like this one at the start of its pass, in another range."""
-        return type(self)(x0, seen)
+        return type(self)(x0, self.recurrence, seen, reversible=self.reversible)
 
     def copy(self, *, reversible: bool = True) -> Any:
         """A copy that can be moved alone; if not `reversible`, forwards only."""

@@ -25,13 +25,11 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import packed
-from .gradients import add, through_form
-from .launch import launched
-from .momentum import Momentum, MomentumGradient
-from .nodes import traced
+from .gradients import MomentumGradient
+from .momentum import Momentum
 from .range import PassRange
 from .recurrence import Recurrence
-from .scheme import Gradients, check_unchanged, total
+from .scheme import Gradients, total
 
 
 class SignedGradient(MomentumGradient):
@@ -46,22 +44,17 @@ class SignedGradient(MomentumGradient):
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         p, h = tokens
-        check_unchanged(h, self.versions.get(k + 1))
-        gx, gv = add(p, d, self.dtype), h
+        gx, gv = self.add(p, d), h
         if h is not None and k + 1 < len(self.signs):  # after the last step it is v's own gradient
             gamma = self.gamma(k + 1)
             gv = h * (gamma / (1 - gamma))
         if k < 0:
-            return launched(self, gx, gv)
+            return self.launched(gx, gv)
         both = total(torch.promote_types(self.dtype, torch.float32), gx, gv)
         if both is None:
             return [None, None], None
         gy = (both * (1 - self.gamma(k))).to(self.dtype)
-        gx, given = through_form(self, k, gx, gy)
-        if traced(both):
-            self.versions.pop(k, None)
-        else:
-            self.versions[k] = gy._version
+        gx, given = self.through_form(k, gx, gy)
         return [gx, gy if wanted[1] else None], given
 
 
