@@ -10,5 +10,4 @@ cpu         the kernels in compiled C (native compiles cpu.c)
 cuda        the kernels in Triton
 hash        a 64-bit hash of a tensor
 squeeze     space to channels
-sample      the hash of some elements of several tensors, in one call
 """

@@ -511,8 +511,8 @@ static inline wide products(half a, half b) { return __builtin_convertvector(a, 
 
 static uint64_t digest(const char *memory, int64_t rows, uint32_t place, uint32_t seed);
 
-/* Of each tensor `places` has its address, the number of groups of bytes to be hashed, the bytes from one to the next, and
-   those of one. At most SAMPLE bytes of a tensor; they are hashed as if they lay in a row. */
+/* The hash of some elements of several tensors. Of each tensor `places` has its address, the number of elements, the bytes from one
+   to the next, and those of one: at most SAMPLE bytes in all, which are hashed as if they lay in a row. */
 #define SAMPLE 8192
 
 void retrograde_sample(const int64_t *places, int64_t tensors, int64_t sign, uint64_t *into) {
@@ -521,8 +521,10 @@ void retrograde_sample(const int64_t *places, int64_t tensors, int64_t sign, uin
     for (int64_t t = 0; t < tensors; t++, places += 4) {
         const char *from = (const char *)(intptr_t)places[0];
         const int64_t width = places[3];
-        int64_t bytes = 0;
-        for (int64_t k = 0; k < places[1]; k++, bytes += width) memcpy(row + bytes, from + k * places[2], width);
+        const int64_t bytes = places[1] * width;
+        if (places[2] == width) memcpy(row, from, bytes);
+        else
+            for (int64_t k = 0; k < places[1]; k++) memcpy(row + k * width, from + k * places[2], width);
         const int64_t rows = (bytes + 4 * ROW - 1) / (4 * ROW);
         memset(row + bytes, 0, rows * 4 * ROW - bytes);
         sum += digest(row, rows, 0, (uint32_t)t);

@@ -14,7 +14,9 @@ brought to that layout before (`reverse.scheme.plain`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -64,6 +66,18 @@ class _Table(dict[tuple[type, str, torch.dtype], Kernels]):
 
 
 KERNELS = _Table()
+
+
+@cache
+def sampler(device: str) -> Callable[[int, int, int, int], None] | None:
+    """Compiled code that hashes some elements of several tensors in one call (`sample` in cpu.c); None if there is none.
+
+    A step compares dozens of small samples. Gathered by torch, each would take four operators; that is more than the rest of it.
+    """
+    if device == "cpu":
+        with suppress(ModuleNotFoundError):
+            return import_module(".native", __package__).function("sample")
+    return None
 
 
 def kernels_for(t: Tensor, integers: torch.dtype = torch.int32) -> Kernels:

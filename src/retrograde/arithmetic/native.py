@@ -31,7 +31,9 @@ _SOURCE = Path(__file__).with_name("cpu.c")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
 
-_TYPES = {"t": ctypes.py_object, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+_TYPES = {
+    "t": ctypes.py_object, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p
+}  # fmt: skip
 SIGNATURES = {
     "advance": "t t t t t i i f f i i t t t t i",
     "pull": "t t f i t",
@@ -40,8 +42,9 @@ SIGNATURES = {
     "decode": "t f t",
     "carry": "t t t f f f f i t t t t t",
     "digest": "t t l l",
+    "sample": "p l l p",
 }
-"""The arguments of the compiled kernels: t a tensor, a dtype or None, i and l integers of 32 and 64 bits, f a float."""
+"""The arguments of the compiled functions: t a tensor, a dtype or None, i and l integers of 32 and 64 bits, f a float, p an address."""
 _PYTHON = ("Object_CallMethodObjArgs", "Object_GetAttr", "Long_AsVoidPtr", "_DecRef", "Eval_SaveThread",
            "Eval_RestoreThread", "Err_SetString")  # fmt: skip
 _OBJECTS = (TypeError, None, "data_ptr", "numel", "nbytes", "dtype")

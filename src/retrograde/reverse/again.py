@@ -152,7 +152,7 @@ def look_back(run: Pass, repeatable: bool) -> None:
     if state.range.look_back(run.k + 1):
         return
     if not repeatable:
-        state.range.refuse_rows(run.k + 1)
+        state.range.refuse(0, run.k + 1)
         return
     left_behind(state.gradient)
     again.put_back()

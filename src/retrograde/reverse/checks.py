@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.hash import digest
-from ..arithmetic.kernels import KERNELS
-from ..arithmetic.sample import Groups, can_sample, sample
+from ..arithmetic.kernels import KERNELS, sampler
 from ..errors import ReplayError
 from .cuda import check_capturable
 from .deferred import Deferred
@@ -51,6 +51,7 @@ class Checks:
         self.layouts: dict[int, Any] = {}
         self.picked: dict[int, list[Picked]] = {}
         self.digest = KERNELS[Tensor, device.type, torch.int32].digest
+        self.sample = sampler(device.type)
         self.waits = device.type != "cpu" or deferred.event_on is not None  # for what becomes known later
         # 16 bytes apart: aligned as kernels like it. The last one is of the rewound state
         self.noted = torch.zeros(blocks + 2, 2, dtype=torch.int64, device=device)
@@ -129,22 +130,21 @@ class Checks:
                 digest(local(t), into, seed, sign)
             return
         samples: dict[torch.dtype, list[Tensor]] = {}
-        grouped: list[Tensor] = []
-        groups: list[Groups] = []
+        places = array("q")  # of the samples that compiled code gathers
         same = sign > 0 or _layout(saved) == self.layouts[k]  # else dense, lest somebody else's memory is read
-        for index, size, step, together in self.picked[k]:
+        for index, size, step in self.picked[k]:
             t = saved[index]
             t = t if type(t) is Tensor else local(t)
-            if together is not None and can_sample() and (same or dense(t)):
-                grouped.append(t)
-                groups.append(together)
+            if self.sample is not None and len(size) == 1 and (same or dense(t)):
+                places.extend((t.data_ptr(), size[0], step[0] * t.itemsize, t.itemsize))
                 continue
             t = t.detach()
             t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
             samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
-        if grouped:
-            sample(grouped, groups, into, sign)
-        for seed, some in enumerate(samples.values(), len(grouped)):
+        count = len(places) // 4
+        if self.sample is not None and count:
+            self.sample(places.buffer_info()[0], count, sign, into.data_ptr())
+        for seed, some in enumerate(samples.values(), count):
             self.digest(torch.cat(some), into, seed, sign)
 
 

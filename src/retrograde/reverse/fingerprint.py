@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..arithmetic.sample import Groups
 from .replay import Call
 
 SAMPLE = 256
 """Elements of each tensor that verify="auto" hashes."""
-Picked = tuple[int, tuple[int, ...], tuple[int, ...], Groups | None]
-"""The index of a saved tensor; size and strides of a sample that is spread evenly over it (none: its first elements); and the
-sample as groups, where it is such and the tensor is on a CPU."""
+Picked = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The index of a saved tensor; size and strides of a sample that is spread evenly over it (none: its first elements)."""
 
 
 def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
@@ -47,15 +45,8 @@ def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
             continue
         seen.add(where)
         size, step = ((), ()) if t.is_complex() or t.is_neg() else spread(t)
-        found.append((index, size, step, groups_of(t, size, step)))
+        found.append((index, size, step))
     return found
-
-
-def groups_of(t: Tensor, size: tuple[int, ...], step: tuple[int, ...]) -> Groups | None:
-    """A sample as groups of elements; None where it is not such, or not on a CPU."""
-    if len(size) != 1 or t.device.type != "cpu":
-        return None
-    return (1, 0, size[0]) if step == (1,) else (size[0], step[0], 1)
 
 
 def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -33,6 +33,14 @@ def check_input(x: Any, what: str = "the input") -> None:
         raise TypeError(f"{what} must be a dense floating-point tensor; got a {kind} one. Pass x.{advice}.")
 
 
+def refuse_meta() -> None:
+    """Raise, because a tensor without values would be trained on."""
+    raise TypeError(
+        "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
+        "them, under torch.no_grad() there is an output without them; else move the model and its input to a device."
+    )
+
+
 def check_surroundings() -> None:
     """Refuse function transforms, forward-mode derivatives and tracers."""
     if unusual():

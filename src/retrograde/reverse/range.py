@@ -12,6 +12,7 @@ with a few bits to spare.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,13 +38,10 @@ from .calibrate import (
 from .cuda import capturing
 from .deferred import FIRST_STEP, Deferred
 from .extra import unusual
-from .inputs import check_input, check_surroundings
+from .inputs import check_input, check_surroundings, refuse_meta
 
 YIELDED = 6
 """Bits that evaluation gives up at most to hold what training had to."""
-
-Outcome = tuple[FixedPoint, tuple[float, float], bool, bool]
-"""Of a pass: its fixed point, its limits, whether to raise, whether the fixed point was given by the user."""
 
 
 class PassRange:
@@ -57,27 +55,29 @@ class PassRange:
             nothing is known yet, and where it is asked for.
         given: whether it was asked for by the user; then it is not widened.
         overflow: "raise" where a value is not finite (or, if `given`, out of range), "nan": let the output be NaN.
-        waits: whether values are known only once the host has waited for them; None: as the device does.
+        waits: whether values are known only once the host has waited for them.
 
     Attributes:
         looks: whether there is a look after every step.
         looks_back: whether there is one look at all steps, where the pass ends (`again`).
         restart: begins a range for the same pass once more, on x₀, with a look after every step.
+        x, v: the largest values seen; start: that of x₀, as an integer.
+        broken: a value was out of range or not finite, and is refused.
     """
 
     restart: Callable[[Tensor], PassRange]
 
     def __init__(
-        self, x0: Tensor, fixed: FixedPoint, rows: int, *, stepwise: bool, given: bool, overflow: str, waits: bool | None = None,
+        self, x0: Tensor, fixed: FixedPoint, rows: int, *, stepwise: bool, given: bool, overflow: str, waits: bool
     ) -> None:  # fmt: skip
         self.dtype = x0.dtype
         self.given = given
         self.hold(fixed)
         self.raises = overflow == "raise"
+        self.waits = waits
         has_values = type(x0) in (Tensor, Parameter) and not x0.is_meta
-        self.waits = x0.device.type != "cpu" if waits is None else waits
-        can_wait = not (given or capturing(x0))
-        self.looks = has_values and (not self.waits or (stepwise and can_wait))
+        can_wait = not waits or not (given or capturing(x0))
+        self.looks = has_values and (not waits or (stepwise and can_wait))
         self.looks_back = has_values and can_wait and not self.looks
         # rows 16 bytes apart: aligned as kernels like it
         self.table = torch.zeros(rows, 4, dtype=fixed.work, device=x0.device)[:, :2]
@@ -99,42 +99,31 @@ class PassRange:
 
     def fits(self, row: int) -> bool:
         """Whether the values of this row are in range, as far as that is looked at now."""
-        if not self.looks:
-            return True
-        v, x = self.rows[row].tolist()
+        return not self.looks or self.take_note(row, [self.rows[row].tolist()])
+
+    def take_note(self, first: int, rows: list[list[float]]) -> bool:
+        """Note the largest values of rows of the table, from the first of them on; whether all are in range."""
         limit_v, limit_x = self.limits
-        if not (v <= limit_v and x <= limit_x):
-            return False
-        self.x = max(self.x, x * 2.0**-self.fixed.bits)
-        self.v = max(self.v, v * 2.0 ** -(self.fixed.bits + self.fixed.guard))
-        if row == 0:
-            self.start = x
+        for row, (v, x) in enumerate(rows, first):
+            if not (v <= limit_v and x <= limit_x):
+                return False
+            self.x = max(self.x, x * 2.0**-self.fixed.bits)
+            self.v = max(self.v, v * 2.0 ** -(self.fixed.bits + self.fixed.guard))
+            if row == 0:
+                self.start = x
         return True
 
     def look_back(self, rows: int) -> bool:
         """Whether the values of the first rows were in range. From now on, there is a look after every step."""
         self.looks = True
         self.looks_back = False
-        limit_v, limit_x = self.limits
-        seen = self.table[:rows].tolist()
-        if not all(v <= limit_v and x <= limit_x for v, x in seen):
-            return False
-        self.v = max(v for v, _ in seen) * 2.0 ** -(self.fixed.bits + self.fixed.guard)
-        self.x = max(x for _, x in seen) * 2.0**-self.fixed.bits
-        self.start = seen[0][1]
-        return True
+        return self.take_note(0, self.table[:rows].tolist())
 
-    def refuse(self, row: int) -> None:
-        """Raise because of the values of this row; or, if that was asked for, let the output be NaN."""
+    def refuse(self, row: int, rows: int = 1) -> None:
+        """Raise because of the values of these rows; or, if that was asked for, let the output be NaN."""
         self.broken = True
         if self.raises:
-            check_range([self.rows[row].tolist()], self.fixed, self.limits, row)
-
-    def refuse_rows(self, rows: int) -> None:
-        """`refuse`, because of one of the first rows."""
-        self.broken = True
-        if self.raises:
-            check_range(self.table[:rows].tolist(), self.fixed, self.limits)
+            check_range(self.table[row : row + rows].tolist(), self.fixed, self.limits, row)
 
     def or_nan(self, result: Tensor) -> Tensor:
         """The result; NaN where a value was out of range or not finite and nothing was raised."""
@@ -191,38 +180,35 @@ class Range:
         if self.deferred.waiting or self.deferred.captured:
             self.deferred.collect(x0)
         if x0.is_meta and torch.is_grad_enabled():
-            raise TypeError(
-                "a meta tensor has no values, by which the range of this network could be found. rg.plan predicts memory without "
-                "them, under torch.no_grad() there is an output without them; else move the model and its input to a device."
-            )
+            refuse_meta()
         if self.narrow and x0.dtype == torch.float64:
             raise ValueError("16-bit integers cannot hold a float64 network. Use fixed_point='auto'.")
         dtype = INTEGERS.get(x0.dtype, torch.int16 if self.narrow else torch.int32)
+        waits = x0.device.type != "cpu" or self.deferred.event_on is not None
         given = isinstance(self.setting, FixedPoint)
         if given:
             known = fixed = replace(self.setting, dtype=dtype)
         else:
             known = self.found.get((dtype, True)) if training else self._known_in_evaluation(dtype)
-            fixed = self._for_input(x0, known, dtype, most_guard, stepwise)
+            fixed = self._for_input(x0, known, dtype, most_guard, known is not None and waits and not stepwise)
         seen = PassRange(
-            x0, fixed, rows, stepwise=stepwise or known is None, given=given, overflow=overflow, waits=self.deferred.waits(x0)
-        )  # fmt: skip
-        again = partial(
+            x0, fixed, rows, stepwise=stepwise or known is None, given=given, overflow=overflow, waits=waits
+        )
+        seen.restart = partial(
             self.begin, rows=rows, training=training, overflow=overflow, most_guard=most_guard, stepwise=True
         )
-        seen.restart = again
         if seen.looks and fixed not in self.looked:
             self.looked.add(fixed)
             check_channels(x0, fixed, given)
         return seen
 
     def _for_input(
-        self, x0: Tensor, known: FixedPoint | None, dtype: torch.dtype, most_guard: int, stepwise: bool
+        self, x0: Tensor, known: FixedPoint | None, dtype: torch.dtype, most_guard: int, unseen: bool
     ) -> FixedPoint:  # fmt: skip
-        """What is known, if it holds x0. Else v is taken to be an eighth of x0, as in most networks."""
+        """What is known, if it holds x0 or x0 is to stay unseen. Else v is taken to be an eighth of x0, as in most networks."""
         peak = 0.0
         if not x0.is_meta and type(x0) in (Tensor, Parameter) and x0.numel():
-            if known is not None and self.deferred.waits(x0) and not stepwise:
+            if known is not None and unseen:
                 return known
             if x0.is_cuda and capturing(x0):
                 raise RuntimeError(FIRST_STEP)
@@ -244,32 +230,29 @@ class Range:
         """Take note of the largest values of a finished pass."""
         if (seen.given and seen.looks) or seen.broken:
             return
-        outcome = (seen.fixed, seen.limits, seen.raises, seen.given)
-        judge = partial(self._judge, outcome, training, most_guard)
         if seen.looks:
-            self._note(seen.fixed, seen.x, seen.v, seen.start, training, most_guard)
-            if seen.waits:
-                self.deferred.prepare(seen.table, judge)
-        elif type(seen.table) is Tensor and not seen.table.is_meta:
-            self.deferred.tell(seen.table, judge)
+            self._note(seen, training, most_guard)
+        if seen.waits or not seen.looks:
+            table, fetched = seen.table, copy.copy(seen)
+            del fetched.table, fetched.rows, fetched.restart  # a check keeps no memory on the device
+            judge = partial(self._judge, fetched, training, most_guard)
+            (self.deferred.prepare if seen.looks else self.deferred.tell)(table, judge)
 
-    def _judge(self, outcome: Outcome, training: bool, most_guard: int, table: Tensor, when: str) -> None:
+    def _judge(self, seen: PassRange, training: bool, most_guard: int, table: Tensor, when: str) -> None:
         """`learn` of a pass on an accelerator, once its values have arrived."""
-        fixed, limits, raises, given = outcome
         rows = table.tolist()
-        if not all(v <= limits[0] and x <= limits[1] for v, x in rows):
-            self.found.pop((fixed.dtype, training), None)  # the next pass looks again
-            self.noted.pop((fixed.dtype, training), None)
-            if raises:
-                check_range(rows, fixed, limits)
-        elif not given:
-            v, x = (max(column) for column in zip(*rows, strict=True))
-            self._note(
-                fixed, x * 2.0**-fixed.bits, v * 2.0 ** -(fixed.bits + fixed.guard), rows[0][1], training, most_guard
-            )
+        seen.x = seen.v = 0.0  # of this table alone: replays of a CUDA graph come here again and again
+        if not seen.take_note(0, rows):
+            self.found.pop((seen.fixed.dtype, training), None)  # the next pass looks again
+            self.noted.pop((seen.fixed.dtype, training), None)
+            if seen.raises:
+                check_range(rows, seen.fixed, seen.limits)
+        elif not seen.given:
+            self._note(seen, training, most_guard)
 
-    def _note(self, used: FixedPoint, x: float, v: float, start: float, training: bool, most_guard: int) -> None:
+    def _note(self, seen: PassRange, training: bool, most_guard: int) -> None:
         """Follow the largest values with the range of the next pass, where their magnitudes are not those of the pass before."""
+        used, x, v, start = seen.fixed, seen.x, seen.v, seen.start
         values = (used, most_guard, *[math.frexp(largest)[1] if largest else None for largest in (x, v, start)])
         if self.noted.get((used.dtype, training)) == (values, self.found.get((used.dtype, training))):
             return
