@@ -175,7 +175,8 @@ SMALL: dict[str, Any] = {
 ENCODER: dict[str, Any] = {
     **SMALL, "max_position_embeddings": 40, "max_2d_position_embeddings": 40, "embedding_size": 32, "cls_token_id": 1,
     "sep_token_id": 2, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "attention_dropout": 0.1,
-    "mlp_dropout": 0.1, "hidden_dim": 48, "relative_attention": True, "pos_att_type": "c2p|p2c", "global_attn_every_n_layers": 2, "local_attention": 8,
+    "mlp_dropout": 0.1, "hidden_dim": 48, "relative_attention": True, "pos_att_type": "c2p|p2c",
+    "global_attn_every_n_layers": 2, "local_attention": 8,
 }  # fmt: skip
 OWN_NAMES: dict[str, Any] = {
     "max_position_embeddings": 40, "rotary_dim": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "hidden_dropout": 0.1, "resid_pdrop": 0.1,
@@ -204,7 +205,8 @@ SPEECH: dict[str, Any] = {
 }  # fmt: skip
 SEQ: dict[str, Any] = {
     "vocab_size": 64, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "max_position_embeddings": 40, "dropout": 0.1, "attention_dropout": 0.1,
+    "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48,
+    "max_position_embeddings": 40, "dropout": 0.1, "attention_dropout": 0.1,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
 MEL: dict[str, Any] = {**SEQ, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
