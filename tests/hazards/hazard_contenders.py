@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from ways import Mixed, network
 
 
 class Retrograde(Contender):
@@ -43,17 +44,48 @@ class Retrograde(Contender):
         return PlainMomentum(blocks, gammas, form == "block", velocity)
 
 
-class RandomSign(Retrograde):
-    """With γ of random sign. There is no float recurrence beside it: its signs are the network's own."""
+class Way(Retrograde):
+    """One of our schemes, and a way to remember; "mixed" is some blocks reversed, some kept, the last one stored.
+
+    There is no float recurrence beside it. `sign`: with γ of random sign, as large as the γ that is asked for.
+    """
+
+    def __init__(self, scheme: str, memory: str = "reverse", sign: bool = False) -> None:
+        super().__init__(memory=memory)
+        self.scheme, self.sign = scheme, sign
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:
-        gamma = options.pop("gamma", 1 / 8)
-        if not isinstance(gamma, float | int):
-            raise CannotExpress
-        return super().net(blocks, stored, gamma=rg.RandomSign(gamma if 0 < gamma < 1 else 1 / 8), **options)
+        if self.scheme in ("coupling", "residual") or "form" in options:
+            _none_of(options)
+        if self.sign:
+            gamma = options.get("gamma", 1 / 8)
+            if not isinstance(gamma, float | int):
+                raise CannotExpress
+            options["gamma"] = rg.RandomSign(gamma if 0 < gamma < 1 else 1 / 8)
+        net = network(self.scheme, blocks, **options)
+        if not stored and self.memory == "mixed":
+            return Mixed(net, reversed=max(len(blocks) - 3, 1), kept=2)
+        net.memory = "store" if stored else self.memory
+        return TwoStreams(net, dim) if self.scheme == "coupling" else net
 
     def plain(self, blocks: Sequence[nn.Module], **options: Any) -> nn.Module:  # type: ignore[override]
         raise CannotExpress
+
+
+class Converted(Way):
+    """A loop over blocks, converted."""
+
+    def __init__(self, memory: str = "reverse") -> None:
+        super().__init__("branch", memory)
+
+    def net(  # type: ignore[override]
+        self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, gamma: Any = 0.9, form: str = "branch", velocity: Any = None,
+    ) -> nn.Module:  # fmt: skip
+        if velocity is not None:
+            raise CannotExpress
+        model = Checkpointed(blocks, stored=True, residual=form == "block")
+        memory = "store" if stored else self.memory
+        return rg.convert(model, stages=["blocks"], gamma=gamma, form=form, memory=memory)
 
 
 class PlainMomentum(nn.Module):

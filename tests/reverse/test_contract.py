@@ -1,7 +1,8 @@
 """The contract: however blocks are remembered, no bit changes of outputs, gradients, buffers and random numbers.
 
     scheme × blocks × dtype       two steps of training, in every way to remember
-    scheme × condition            what is done around a step, in every way to remember
+    scheme × condition            what is done around a step, in every way to remember; what users do with autograd, parameters,
+                                  inputs and modules stands in tests/hazards, and is run in every scheme as well
     scheme × blocks × γ, depth    the inverse of the whole network
 
 Each is compared with the same network that stores everything. That the network itself is the right one is compared with a recurrence
@@ -19,16 +20,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
+from problems import KINDS as BASIC
+from problems import Mlp, conv, float_recurrence
 from ways import (
     DEPTH,
     KEPT,
     KINDS,
     PLANS,
     SCHEMES,
-    Mixed,
     Plan,
     Whole,
     assert_equal,
@@ -39,10 +41,6 @@ from ways import (
     network,
     remembered,
 )
-
-import retrograde as rg
-from problems import KINDS as BASIC
-from problems import Mlp, conv, float_recurrence
 
 Run = Callable[[nn.Module, Tensor], list[Tensor | None]]
 FORMS = SCHEMES[:3]
@@ -213,28 +211,6 @@ condition(fixed_point="int16", name="autocast and 16 bits")(autocast_with_backwa
 condition(conv, FORMS, (2, 4, 5, 5), name="autocast and convolutions")(autocast_with_backward_outside)
 
 
-class Conditioned(nn.Module):
-    """f(x, memory, scale=…) with a frozen part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.cross = Mlp(), nn.Linear(8, 8)
-        self.cross.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor, memory: Tensor, *, scale: Tensor, offset: float = 0.0) -> Tensor:
-        return self.own(x) * scale + torch.sigmoid(self.cross(memory)) + offset
-
-
-@condition(Conditioned)
-def extra_inputs_with_gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    leaves = [x.clone(), torch.linspace(-1, 1, 8).expand(3, 8).clone(), torch.ones(8)]
-    leaves = [t.requires_grad_() for t in leaves]
-    y = model(leaves[0], leaves[1], scale=leaves[2], offset=0.1)
-    found = gradients(y.square().sum(), model, *leaves)
-    assert all(g is not None and g.any() for g in found)
-    return [y, *found]
-
-
 for _frozen in ([0], [0, 1, 2], [2, 3], [6], [0, 1, 2, 3, 4, 5, 6]):
     for _leaf in (True, False):
 
@@ -253,27 +229,6 @@ for _frozen in ([0], [0, 1, 2], [2, 3], [6], [0, 1, 2, 3, 4, 5, 6]):
 
 
 @condition()
-def used_twice_in_one_graph_and_several_passes_at_once(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    a = model(model(x))
-    b, c = model(x * 2), model(-x)
-    c.sum().backward()
-    (a.sum() + b.square().sum()).backward()  # accumulates
-    return [a, b, c, *left_by(model)]
-
-
-@condition()
-def through_the_graph_twice(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    loss = model(x.requires_grad_()).square().sum()
-    first = gradients(loss, model, x, retain_graph=True)
-    assert_equal(gradients(loss, model, x, retain_graph=True), first)
-    assert_equal(gradients(loss, model, x), first)
-    if not (isinstance(model, Mixed) or inner(model).memory == "store"):
-        with pytest.raises(RuntimeError, match=r"retain_graph=True|second time"):
-            gradients(loss, model, x)
-    return first
-
-
-@condition()
 def second_order(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     y = model(x.requires_grad_()).square().sum()
     (once,) = torch.autograd.grad(y, x, retain_graph=True)
@@ -285,38 +240,9 @@ def second_order(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @condition()
-def many_gradients_at_once(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    y, weights = model(x.requires_grad_()), torch.linspace(-1, 1, 3 * x.numel()).view(3, *x.shape)
-    alone = [torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights]
-    (batch,) = torch.autograd.grad(y, x, weights, is_grads_batched=True)
-    assert (batch - torch.stack(alone)).norm() <= 1e-5 * batch.norm()
-    return [*alone, batch, torch.autograd.functional.jacobian(model, x, vectorize=True)]
-
-
-@condition()
-def part_of_the_gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    blocks = inner(model).blocks
-    upper = [*blocks[-1].parameters(), *blocks[-2].parameters()]
-    return list(torch.autograd.grad(model(x).square().sum(), upper))
-
-
-@condition()
 def a_loss_on_one_element(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     y = model(x.requires_grad_())
     return gradients(y[0, 0], model, x)
-
-
-@condition()
-def an_optimizer_in_backward(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    def update(p: Tensor) -> None:
-        with torch.no_grad():
-            p -= 0.1 * p.grad
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(update)
-    model(x).square().sum().backward()
-    return list(model.parameters())
 
 
 @condition()
@@ -350,41 +276,6 @@ def hooks_that_change_the_gradient(model: nn.Module, x: Tensor) -> list[Tensor |
 
 
 @condition()
-def hooks_on_modules(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    seen: list[Tensor] = []
-    inner(model).blocks[3].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0], go[0]]))
-    inner(model).blocks[4].register_forward_hook(lambda m, args, y: 0.5 * y)
-    return [*step(model, x), *seen]
-
-
-@condition(*KINDS["attention+dropout"][:1], SCHEMES, KINDS["attention+dropout"][1])
-def mode_changed_between_forward_and_backward(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    torch.manual_seed(5)
-    y = model(x)
-    model.eval()
-    y.square().sum().backward()
-    assert not any(m.training for m in model.modules())
-    return [y, *left_by(model)]
-
-
-@condition()
-def parameters_replaced_between_forward_and_backward(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    block = inner(model).blocks[2]
-    y, old = model(x), block.inner.weight
-    block.inner.weight = nn.Parameter(torch.zeros(12, 8))
-    y.square().sum().backward()
-    assert block.inner.weight.grad is None
-    return [y, old.grad, *left_by(model)]
-
-
-@condition()
-def functional_parameters(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    swapped = {n: (p.detach() * 1.5).requires_grad_() for n, p in model.named_parameters()}
-    functional_call(model, swapped, (x,)).square().sum().backward()
-    return [p.grad for p in swapped.values()]
-
-
-@condition()
 def evaluation_in_between(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     with torch.no_grad():
         model.eval()(3 * x)  # its range is known from here on
@@ -397,15 +288,6 @@ def evaluation_in_between(model: nn.Module, x: Tensor) -> list[Tensor | None]:
         model.eval()(x)
     pending.square().sum().backward()
     return [before, pending, *left_by(model)]
-
-
-@condition()
-def a_checkpoint_around(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    model(x)  # its range is known from here on
-    alone = gradients(model(x).square().sum(), model)
-    around = gradients(checkpoint(model, x, use_reentrant=False).square().sum(), model)
-    assert_equal(around, alone)
-    return around
 
 
 @condition(lambda: conv(4), FORMS, (2, 4, 6, 6))
@@ -444,78 +326,6 @@ def blocks_that_overwrite_their_input(model: nn.Module, x: Tensor) -> list[Tenso
 
 condition(Scribbles, FORMS, name="overwritten input and velocity", velocity="first")(step)
 condition(Scribbles, FORMS, name="overwritten input and 16 bits", fixed_point="int16")(step)
-
-
-class Energy(nn.Module):
-    """f(x) = −∇E(x), as in Hamiltonian networks: it takes a gradient inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
-
-
-condition(Energy, name="gradients inside of blocks")(step)
-condition(Energy, FORMS, name="gradients inside of blocks, gamma=1", gamma=1)(step)
-
-
-class Forked(nn.Module):
-    """Draws under fork_rng, from the usual generator and from one that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        with torch.random.fork_rng():
-            y = F.dropout(self.linear(x), 0.5)
-        return y * torch.rand(8, generator=generator)
-
-
-@condition(Forked)
-def random_numbers_of_every_kind(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    generator = torch.Generator().manual_seed(5)
-    return [*step(model, x, generator), torch.rand(1, generator=generator)]
-
-
-class Auxiliary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        self.auxiliary = y.square().mean()
-        return y
-
-
-@condition(Auxiliary)
-def losses_left_beside_the_output(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    y = model(x)
-    (y.sum() + sum(b.auxiliary for b in inner(model).blocks)).backward()
-    return [y, *left_by(model)]
-
-
-class SometimesNothing(nn.Module):
-    """Every other one saves nothing for autograd."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        SometimesNothing.made += 1
-        self.inner = Mlp() if SometimesNothing.made % 3 == 0 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0.5 if self.inner is None else self.inner(x)
-
-
-condition(SometimesNothing, name="blocks that save nothing")(step)
-condition(lambda: nn.Sequential(nn.LazyLinear(8), nn.Tanh()), name="lazy layers")(step)
 
 
 class Grows(nn.Module):
@@ -578,16 +388,11 @@ def the_range_of_16_bits_widens(model: nn.Module, x: Tensor) -> list[Tensor | No
     return step(model, x)
 
 
-for _run in (  # what may depend on how a step's gradient is made, with signs
-    autocast_with_backward_inside, autocast_with_backward_outside, through_the_graph_twice, second_order, many_gradients_at_once,
-    used_twice_in_one_graph_and_several_passes_at_once, part_of_the_gradients, a_loss_on_one_element, hooks_that_look_between_blocks,
-    hooks_that_change_the_gradient, mode_changed_between_forward_and_backward, evaluation_in_between, an_optimizer_in_backward,
-):  # fmt: skip
+for _run in (second_order, hooks_that_look_between_blocks, hooks_that_change_the_gradient, evaluation_in_between):
     condition(schemes=FORMS, name=f"random sign: {_run.__name__}", gamma=SIGN)(_run)
 for _run in (the_range_widens_once, the_range_widens_again_and_again, the_range_widens_late_and_comes_back):
     condition(Grows, FORMS, name=f"random sign: {_run.__name__}", gamma=SIGNS)(_run)
 condition(Scribbles, FORMS, name="random sign and overwritten input", gamma=SIGN)(step)
-condition(SometimesNothing, FORMS, name="random sign and blocks that save nothing", gamma=SIGN)(step)
 
 
 @pytest.mark.parametrize(("scheme", "name"), [(s, n) for n, c in CONDITIONS.items() for s in c.schemes])
