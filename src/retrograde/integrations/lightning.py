@@ -3,12 +3,12 @@
     trainer = L.Trainer(callbacks=[Reversible(gamma=1/8)])
     trainer = L.Trainer(callbacks=[Reversible(gamma=0.9, schedule={0: 0, 500: 1}, part="net", memory="8GB")])
 
-The model is converted at setup, before a strategy wraps it, for training, validation, test and prediction alike.
+The module is converted at setup, before a strategy wraps it, for training, validation, test and prediction alike. The progress of a
+schedule is part of Lightning's checkpoints, and so is γ: in the metadata of their `state_dict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..convert.block import place_of
@@ -19,41 +19,26 @@ from .reversible import Conversion
 Callback: Any = require("lightning").pytorch.callbacks.Callback
 
 
-class Reversible(Callback):
-    """Converts the module, unless it is converted already, and moves γ with its training steps, if there is a schedule.
+class Reversible(Conversion, Callback):
+    """Converts the module and moves γ with its training steps. Its arguments are those of `Conversion`."""
 
-    Its progress is part of Lightning's checkpoints, and so is γ: in the metadata of their `state_dict`.
-
-    Args:
-        gamma: of `convert`.
-        schedule: by step, which share of γ the model has then, as for `GammaSchedule`. None: γ stays.
-        shape: of the schedule, "linear" or "cosine".
-        part: the path in the module of what is to be converted. "": the module.
-        options: of `convert`.
-    """
-
-    def __init__(
-        self, gamma: Any = None, schedule: Mapping[int, float] | None = None, shape: str = "linear", part: str = "", **options: Any
-    ) -> None:  # fmt: skip
-        self.conversion = Conversion(gamma, schedule, shape, part, **options)
-        self.saved: dict[str, Any] | None = None
+    saved: dict[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.conversion.of(pl_module)
-        if self.conversion.points is not None:
+        self.convert(pl_module)
+        if self.points is not None:
             pl_module.register_load_state_dict_pre_hook(_as_saved)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.conversion.begin(pl_module)
-        if self.saved is not None and self.conversion.schedule is not None:
-            self.conversion.schedule.load_state_dict(self.saved)
+        self.begin(pl_module)
+        if self.saved is not None and self.schedule is not None:
+            self.schedule.load_state_dict(self.saved)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.conversion.step()
+        self.moved()
 
     def state_dict(self) -> dict[str, Any]:
-        schedule = self.conversion.schedule
-        return {} if schedule is None else schedule.state_dict()
+        return {} if self.schedule is None else self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.saved = state_dict or None

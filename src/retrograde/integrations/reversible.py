@@ -12,13 +12,13 @@ from ..convert.convert import stages_of
 
 
 class Conversion:
-    """The conversion of one model, asked for before the model is there.
+    """The base of the callbacks: converts the model, unless it is converted already, and moves γ, if there is a schedule.
 
     Args:
         gamma: of `convert`.
         schedule: by step, which share of γ the model has then, as for `GammaSchedule`. None: γ stays.
-        shape: of the schedule.
-        part: the path of the part of the model to convert. "": all of it.
+        shape: of the schedule, "linear" or "cosine".
+        part: the path in the model of what is to be converted. "": the model.
         options: of `convert`.
     """
 
@@ -29,7 +29,7 @@ class Conversion:
         self.options = {"gamma": gamma, **options}
         self.schedule: GammaSchedule | None = None
 
-    def of(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module) -> None:
         """Convert the model, unless it has been converted."""
         part = model.get_submodule(self.part)
         if not stages_of(part):
@@ -37,13 +37,13 @@ class Conversion:
 
     def begin(self, model: nn.Module, steps: int = 0) -> None:
         """Training begins, or goes on after some steps."""
-        self.of(model)
+        self.convert(model)
         if self.points is not None:
             self.schedule = GammaSchedule(model.get_submodule(self.part), self.points, shape=self.shape)
             for _ in range(steps):
                 self.schedule.step()
 
-    def step(self) -> None:
+    def moved(self) -> None:
         """A step of the optimizer was taken."""
         if self.schedule is not None:
             self.schedule.step()
