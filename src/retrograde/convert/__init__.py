@@ -7,8 +7,8 @@ deploy.py         deploy: the converted model in floats
 split.py          a layer in parts: attention and MLP as steps of their own; sums: where it adds to x
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
 block.py          one converted block: the same object, another class
-own.py            its own forward, as the steps of a stage call it
-next_x.py         what it returns, and how the next block knows that tensor
+own.py            its own forward, as the steps of a stage call it; caches: key-value caches, a copy for each run
+next_x.py         how a block knows the x that the one before handed on; branch: what blocks of form "branch" return
 find.py           which blocks: by what is known of their classes, or by name
 adapters.py       what is known of the classes of torchvision, timm, transformers and PyTorch
 probe.py          which blocks: by trying the model out on an example

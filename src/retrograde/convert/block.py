@@ -18,8 +18,9 @@ from ..nets import saved
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
 from ..reverse.inputs import check_input
+from .caches import with_spares
 from .checkpointing import directly, outside_checkpoints
-from .own import Own, with_spares
+from .own import Own
 from .split import Part, Parts, parts_of
 from .stage import Stage
 from .sums import Whole

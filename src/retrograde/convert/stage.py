@@ -10,10 +10,8 @@ memory, untouched since: an alias of it, as hooks of FSDP and `register_full_bac
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +20,6 @@ from torch import Tensor
 
 from ..arithmetic.fixed import FixedPoint
 from ..errors import RangeOverflow, ReplayError
-from ..memory.budget import Observer
 from ..memory.fake import is_fake
 from ..memory.modes import MemoryPlan, parse_memory
 from ..memory.stack import Stack
@@ -32,14 +29,16 @@ from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_output
 from ..reverse.momentum import Momentum
 from ..reverse.nodes import observed
-from ..reverse.parts import Memo, version
+from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
 from ..reverse.residual import Residual
 from ..reverse.sign import Signed
+from .branch import Branch
+from .caches import spared
 from .checkpointing import REENTRANT
-from .next_x import FSDP2, Branch, Unseen, handed_on, same
-from .own import Own, spared
+from .next_x import FSDP2, Open, OpenPasses, Unseen, handed_on
+from .own import Own
 from .probe import edge_of, skips
 
 
@@ -56,40 +55,6 @@ class Settings:
     overflow: str = "raise"
     insists: bool = False  # on its form, which was asked for
     split: bool = False  # attention and MLP are steps of their own
-
-
-class Open:
-    """A pass between two blocks: the x handed on, as it was then, and who else watches the pass."""
-
-    def __init__(
-        self, run: Pass, x: Tensor, index: int, training: bool, observer: Observer | None, unseen: Unseen
-    ) -> None:
-        self.run = run
-        self.index = index  # of the block that returned x
-        self.unseen = unseen
-        self.hashed = unseen.hashed(x)
-        self.x: Callable[[], Tensor | None] = lambda: None
-        self.version = version(x)
-        self.training = training
-        self.observer = observer
-
-    def known(self, x: Tensor) -> bool:
-        """Whether this is the x that was handed on, untouched."""
-        mine = self.x()
-        return mine is not None and same(x, mine, self.version)
-
-
-class OpenPasses(threading.local):
-    """The passes of a stage that are between two blocks, those of each thread for itself. Copies and pickles of it are empty."""
-
-    def __init__(self) -> None:
-        self.passes: list[Open] = []
-        self.ended: Callable[[], Tensor | None] = lambda: None  # what the last pass returned
-        self.latest = -1  # the block that ran last
-        self.changed: list[str] = []  # functions that made another f of what the last block returned (form "branch")
-
-    def __reduce__(self) -> Any:
-        return OpenPasses, ()
 
 
 @dataclass(eq=False)
@@ -175,41 +140,36 @@ class Stage:
     def take(self, own: Own, index: int, path: str, x: Tensor, extra: Extra, alone: bool) -> Any:
         """Run one block, by itself or as a step; what it returns, with the next x in it."""
         self.last = self.stack.plan_for(x.dtype, not alone)
-        if alone:
-            return own.with_x(self._alone(own, path, x, extra, index))
-        training = own.block.training
-        entry = self._continued(x, index, path, training)
-        self.open.latest = index
         try:
-            if entry is None:
-                run, observer = self._opened(x, own, path, extra)
-                unseen = Unseen(run.verify, self.range.deferred)
-            else:
-                run, observer, training, unseen = entry.run, entry.observer, entry.training, entry.unseen
-            block = own if observer is None else observer.watch(run.k, own)
-            x1 = run.step(block, extra, path, "block" if own.whole else None)
-            last = run.k == self.steps
-            if last:
-                self._look_back(run)
-                x1 = run.finish()
+            x1 = self._alone(own, path, x, extra, index) if alone else self._step(own, path, x, extra, index)
         except RangeOverflow as error:
             raise RangeOverflow(f"stage {self.name!r}: {error}") from error
-        if last:
-            unseen.end()
-            self._learn(run, training)
+        if self.stack.recorder is not None:
+            self.stack.recorder.done()
+        return own.with_x(x1)
+
+    def _step(self, own: Own, path: str, x: Tensor, extra: Extra, index: int) -> Tensor:
+        """One step of a pass: of the one that handed on this x, or of a new one."""
+        entry = self._continued(x, index, path, own.block.training) or self._opened(x, own, path, extra)
+        self.open.latest = index
+        run = entry.run
+        block = own if entry.observer is None else entry.observer.watch(run.k, own)
+        x1 = run.step(block, extra, path, "block" if own.whole else None)
+        if run.k == self.steps:
+            self._look_back(run)
+            x1 = run.finish()
+            self._ended(entry)
             self.open.ended = weakref.ref(x1)
         else:
             if x1.is_inference():
                 with torch.inference_mode(False), torch.no_grad():
                     x1 = x1.clone()  # has a version, by which a change is seen
-            self._hand_on(Open(run, x1, index, training, observer, unseen), x1)
+            self._hand_on(entry, x1, index)
         del run.x  # the tensor handed on leads to the pass, not the other way round
-        if self.stack.recorder is not None:
-            self.stack.recorder.done()
         if self.settings.form != "branch":
-            return own.with_x(x1)
+            return x1
         self.open.changed = []
-        return own.with_x(Branch.of(x, x1, unseen, path, self.open.changed))
+        return Branch.of(x, x1, entry.unseen, path, self.open.changed)
 
     def _alone(self, own: Own, path: str, x: Tensor, extra: Extra, k: int) -> Any:
         """One block by itself."""
@@ -223,12 +183,10 @@ class Stage:
         )  # fmt: skip
         if not k:
             self.range.deferred.collect(x)
-        y = run.step(own if observer is None else observer.watch(k, own), extra, path)
-        if self.stack.recorder is not None:
-            self.stack.recorder.done()
-        return y
+        return run.step(own if observer is None else observer.watch(k, own), extra, path)
 
-    def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> tuple[Pass, Observer | None]:
+    def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> Open:
+        """A new pass, which begins with this block."""
         assert self.last is not None
         unseen = not self.trusted and path not in self.skips and torch.is_grad_enabled() and not x.requires_grad
         if unseen and any(p.requires_grad for p in own.block.parameters()):
@@ -254,7 +212,7 @@ class Stage:
         if self.settings.velocity == "first":
             block = own if observer is None else observer.watch(-1, own)
             run.launch(block, spared(extra), "block" if own.whole else None)
-        return run, observer
+        return Open(run, own.block.training, observer, Unseen(run.verify, self.range.deferred))
 
     def _continued(self, x: Tensor, index: int, path: str, training: bool) -> Open | None:
         """The pass that handed on this x, going on from it."""
@@ -363,22 +321,26 @@ class Stage:
             self.warned.add(kind)
             warnings.warn(message, stacklevel=8)
 
-    def _hand_on(self, entry: Open, x: Tensor) -> None:
+    def _hand_on(self, entry: Open, x: Tensor, index: int) -> None:
         passes, weak = self.open.passes, weakref.ref(entry)
 
-        def forget(_: Any) -> None:
+        def gone(_: Any) -> None:
             """The pass went no further: nobody has its x."""
             entry = weak()
             if entry is not None and entry in passes:
                 passes.remove(entry)
                 try:
-                    entry.unseen.end()
-                    self._learn(entry.run, entry.training)
-                except (RangeOverflow, ReplayError) as error:
-                    warnings.warn(str(error), stacklevel=2)  # nobody calls this who could be told otherwise
+                    self._ended(entry)
+                except (RangeOverflow, ReplayError) as error:  # nobody calls this who could be told otherwise
+                    warnings.warn(f"stage {self.name!r}: {error}", stacklevel=2)
 
-        entry.x = weakref.ref(x, forget)
+        entry.hand_on(x, index, gone)
         passes.append(entry)
+
+    def _ended(self, entry: Open) -> None:
+        """Take note of the largest values of a pass, and of what was found between its blocks."""
+        entry.unseen.end()
+        self.range.learn(entry.run.state.range, entry.training, self.recurrence.most_guard)
 
     def _look_back(self, run: Pass) -> None:
         """At the end of a pass, on an accelerator: look at its range, and run it again if it was left."""
@@ -390,13 +352,6 @@ class Stage:
                 "and gradients are right. What the model itself made in this pass of an x between two of the blocks (the "
                 "loss of an auxiliary head, say) is of the first run.",
             )
-
-    def _learn(self, run: Pass, training: bool) -> None:
-        """Take note of the largest values of a pass."""
-        try:
-            self.range.learn(run.state.range, training, self.recurrence.most_guard)
-        except RangeOverflow as error:
-            raise RangeOverflow(f"stage {self.name!r}: {error}") from error
 
     def _recurrence(self, gamma: Any) -> Recurrence:
         return recurrence_of(gamma, self.steps, self.settings.form, self.range.narrow)
