@@ -287,7 +287,7 @@ _Place = tuple[int, str]
 
 @lru_cache(8)
 def _parsed(text: str) -> tuple[dict[_Place, ast.FunctionDef], dict[_Place, CodeType]]:
-    """The functions of a file, and what they are compiled to, by line and name. The whole file: its imports change how calls compile."""
+    """The functions of a file, and what they are compiled to, by line and name (its imports change how calls compile)."""
     tree = ast.parse(text)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     definitions = {(min([node.lineno, *(n.lineno for n in node.decorator_list)]), node.name): node for node in found}
