@@ -216,6 +216,12 @@ def test_deployed_before_its_first_call(said: bool) -> None:
             called(model, False)
 
 
+def test_function_transforms_are_refused_by_name() -> None:
+    model = rg.convert(Loop(lambda m, layer, x: layer(x), block), stages=["layers"])
+    with pytest.raises(RuntimeError, match=r"torch\.func's transforms"):
+        torch.func.vmap(lambda x: model(x[None])[0])(X)
+
+
 def test_a_call_of_one_block_alone_is_no_sign_of_anything() -> None:
     model: Any = rg.convert(Loop(by_itself, block), stages=["layers"], gamma=GAMMA)
     with torch.no_grad(), pytest.warns(UserWarning, match="given something other than the output of the block before"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..memory.fake import is_fake
 from ..nets import saved
+from ..nets.floats import Giver
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
 from ..reverse.inputs import check_input
@@ -38,6 +39,7 @@ class Place:
     keyword: str  # the name of x among the parameters of the block's forward
     steps: int = 1  # how many it takes: of a layer in parts, several
     compile: dict[str, Any] | None = None  # options of torch.compile for the block's own code
+    givers: tuple[Giver, ...] = ()  # of its steps, where it is deployed
 
 
 class Derived:
@@ -53,6 +55,14 @@ class Derived:
 
 class Step(Derived):
     """What the class of a block adds that takes a step of a stage, in integers or in floats: γ goes with its weights."""
+
+    _retrograde_does = "momentum"
+
+    def extra_repr(self) -> str:
+        stage: Stage = self.__dict__[PLACE].stage
+        does = "checkpointed" if stage.checkpointed else f"{self._retrograde_does}, gamma={stage.gamma}"
+        own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
+        return ", ".join(filter(None, (own, f"{stage.name}: {does}")))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -126,12 +136,6 @@ class Converted(Step):
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, checkpoint: Any) -> None:
         self.__dict__["_gradient_checkpointing_func"] = checkpoint  # for `revert`
-
-    def extra_repr(self) -> str:
-        stage: Stage = self.__dict__[PLACE].stage
-        note = f"{stage.name}: checkpointed" if stage.checkpointed else f"{stage.name}: momentum, gamma={stage.gamma}"
-        own = self._retrograde_class.extra_repr(self)  # type: ignore[arg-type]
-        return ", ".join(filter(None, (own, note)))
 
 
 def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:

@@ -15,6 +15,7 @@ from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.ratio import as_ratios
 from ..memory.budget import Scheduler
 from ..memory.modes import MODES, Budget, parse_memory
+from ..nets.checks import choice
 from ..nets.relu import DEEPEST, branch_of
 from ..nets.saved import written
 from ..reverse.checks import CHOICES as VERIFY
@@ -33,7 +34,7 @@ from .stage import Settings, Stage
 GAMMA = Fraction(1, 8)
 """γ where neither the caller nor the model says."""
 NESTED = "_retrograde_nested"
-_CHOICES = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "form": ("block", "branch", "relu"), "velocity": (None, "first"), "memory": MODES, "verify": VERIFY,
     "overflow": ("raise", "nan"),
 }  # fmt: skip
@@ -309,9 +310,7 @@ def check_example(example: Any) -> None:
 def check_settings(settings: Settings, model: nn.Module, example: Any) -> None:
     """Raise for an option that there is not."""
     for name, allowed in _CHOICES.items():
-        value = getattr(settings, name)
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+        choice(name, getattr(settings, name), allowed)
     if isinstance(settings.gamma, str):
         check_auto(settings.gamma, model, example)
     if isinstance(settings.gamma, int | float):

@@ -28,9 +28,8 @@ from . import block as blocks
 from .schedule import unschedule
 from .stage import Stage
 
-FLOATS = "_retrograde_floats"
 HANDED = "_retrograde_handed"
-"""Where a block has what it needs to run in floats, and an x the v that belongs to it."""
+"""Where an x has the v that belongs to it."""
 
 
 @dataclass(eq=False)
@@ -42,24 +41,6 @@ class Handed:
     k: int  # the next step
     index: int  # the next block
     version: int | None  # of x, where it is known
-
-
-class Waiting:
-    """What blocks of form "branch" hand on, by thread. Copies and pickles of it are empty."""
-
-    def __init__(self) -> None:
-        self.by: dict[int, Handed] = {}
-
-    def __reduce__(self) -> Any:
-        return Waiting, ()
-
-
-@dataclass(eq=False)
-class Floats:
-    """What a block needs to run in floats."""
-
-    give: tuple[floats.Giver, ...]  # for each of its steps
-    waiting: Waiting
 
 
 class Deployed(blocks.Step):
@@ -74,19 +55,16 @@ class Deployed(blocks.Step):
         if place.steps > 1:
             kwargs.pop("" if args else place.keyword, None)
             return blocks.now_in_parts(self, place).walk(
-                lambda k, part, x, given, more: run_step(self, place, k, x, lambda x: part.run(self, x, *given, **more)),
+                lambda k, part, x, given, more: run_step(place, k, x, lambda x: part.run(self, x, *given, **more)),
                 self, x, args[1:], kwargs,
             )  # fmt: skip
 
         def run(given: Tensor) -> Any:
             return own(self, given, *args[1:], **kwargs) if args else own(self, **{**kwargs, place.keyword: given})
 
-        return run_step(self, place, 0, x, run)
+        return run_step(place, 0, x, run)
 
-    def extra_repr(self: Any) -> str:
-        stage: Stage = self._retrograde_place.stage
-        note = f"{stage.name}: momentum in floats, gamma={stage.gamma}"
-        return ", ".join(filter(None, (self._retrograde_class.extra_repr(self), note)))
+    _retrograde_does = "momentum in floats"
 
 
 class DeployedMomentum(blocks.Derived):
@@ -101,13 +79,13 @@ class DeployedCoupling(blocks.Derived):
     forward = floats.coupling
 
 
-def run_step(block: Any, place: blocks.Place, part: int, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
+def run_step(place: blocks.Place, part: int, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
     """A step in floats: what the block, or this part of it, returns, with the next x in it."""
     stage = place.stage
     index = place.index + part
     adds = stage.settings.form == "branch"  # the model does
-    v, k = taken(block, place, index, x)
-    out = run(x) if adds else block._retrograde_floats.give[part](run, x)
+    v, k = taken(place, index, x)
+    out = run(x) if adds else place.givers[part](run, x)
     several = isinstance(out, tuple | list) and len(out) > 0 and isinstance(out[0], Tensor)
     f = floats.branch(x, out[0] if several else out, "branch" if adds else "block")
     if not k and stage.settings.velocity == "first":
@@ -116,17 +94,17 @@ def run_step(block: Any, place: blocks.Place, part: int, x: Tensor, run: Callabl
     v = floats.velocity(f, v, gamma, gain)
     x1 = v if adds else floats.moved(x, v)
     if k + 1 < stage.steps and not index + 1 == stage.blocks == stage.steps:
-        hand_on(block, place, index, x1, v, k + 1)
+        hand_on(place, index, x1, v, k + 1)
     if not several:
         return x1
     kind = type(out)
     return kind((x1, *out[1:])) if kind in (tuple, list) else kind(x1, *out[1:])
 
 
-def taken(block: Any, place: blocks.Place, index: int, x: Tensor) -> tuple[Tensor | None, int]:
+def taken(place: blocks.Place, index: int, x: Tensor) -> tuple[Tensor | None, int]:
     """v for a block that is given x, and the step that it takes; None, 0 where a pass begins."""
     blind = torch.compiler.is_compiling()
-    handed = _handed(block, place, index, x, blind)
+    handed = _handed(place, index, x, blind)
     again = handed is None and index and not blind and torch._C._current_graph_task_id() != -1
     if again or (handed is not None and torch.is_grad_enabled() and x.requires_grad and not handed.v.requires_grad):
         raise RuntimeError(
@@ -142,11 +120,11 @@ def taken(block: Any, place: blocks.Place, index: int, x: Tensor) -> tuple[Tenso
     return None, 0
 
 
-def _handed(block: Any, place: blocks.Place, index: int, x: Tensor, blind: bool) -> Handed | None:
+def _handed(place: blocks.Place, index: int, x: Tensor, blind: bool) -> Handed | None:
     """What the block before this one handed on, if x is the x that it belongs to. `blind`: versions cannot be asked for."""
     handed: Handed | None
     if place.stage.settings.form == "branch":
-        handed = block._retrograde_floats.waiting.by.pop(_thread(), None)
+        handed = place.stage.waiting.by.pop(_thread(), None)
         return handed if handed is not None and handed.index == index else None
     handed = getattr(x, HANDED, None)
     if handed is None or handed.stage is not place.stage:
@@ -157,12 +135,12 @@ def _handed(block: Any, place: blocks.Place, index: int, x: Tensor, blind: bool)
     return handed if known else None
 
 
-def hand_on(block: Any, place: blocks.Place, index: int, x: Tensor, v: Tensor, k: int) -> None:
+def hand_on(place: blocks.Place, index: int, x: Tensor, v: Tensor, k: int) -> None:
     """Leave v for the next block."""
     at = None if torch.compiler.is_compiling() else version(x)
     handed = Handed(place.stage, v, k, index + 1, at)
     if place.stage.settings.form == "branch":
-        block._retrograde_floats.waiting.by[_thread()] = handed
+        place.stage.waiting.by[_thread()] = handed
     else:
         setattr(x, HANDED, handed)
 
@@ -210,7 +188,6 @@ def deploy(model: nn.Module) -> nn.Module:
     for module, place in placed:
         blocks.check_class(module, place.path)
         _check(place.stage)
-    waiting: dict[Stage, Waiting] = {}
     for module, place in placed:
         if isinstance(module, Deployed):
             continue
@@ -219,9 +196,7 @@ def deploy(model: nn.Module) -> nn.Module:
         if stage.checkpointed or stage.recurrence.in_evaluation.residual:
             continue  # the plain block
         module.__dict__[blocks.PLACE] = place
-        module.__dict__[FLOATS] = Floats(
-            tuple(floats.Giver() for _ in range(place.steps)), waiting.setdefault(stage, Waiting())
-        )
+        place.givers = tuple(floats.Giver() for _ in range(place.steps))
         module.__class__ = blocks.derived_class(Deployed, type(module))
     for net in nets:
         if not isinstance(net, blocks.Derived):
@@ -233,10 +208,8 @@ def deploy(model: nn.Module) -> nn.Module:
 
 
 def undeploy(model: nn.Module) -> bool:
-    """Make deployed networks what they were, and blocks converted ones; whether there were any."""
+    """Make deployed networks what they were; whether there were any. Blocks are reverted as converted ones are."""
     found = False
-    for module in model.modules():
-        found |= module.__dict__.pop(FLOATS, None) is not None
     for _, net in holders(model):
         if net.__dict__.pop(floats.GIVERS, None) is not None:
             found = True

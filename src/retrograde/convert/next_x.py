@@ -71,6 +71,16 @@ class OpenPasses(threading.local):
         return OpenPasses, ()
 
 
+class Waiting:
+    """What deployed blocks of form "branch" hand on, by thread. Copies and pickles of it are empty."""
+
+    def __init__(self) -> None:
+        self.by: dict[int, Any] = {}
+
+    def __reduce__(self) -> Any:
+        return Waiting, ()
+
+
 def same(x: Tensor, mine: Tensor, at: int) -> bool:
     """Whether x is `mine` as it was at that version, in value and gradient."""
     if version(x) != at:

@@ -37,7 +37,7 @@ from ..reverse.sign import Signed
 from .branch import Branch
 from .caches import spared
 from .checkpointing import REENTRANT
-from .next_x import FSDP2, Open, OpenPasses, Unseen, handed_on
+from .next_x import FSDP2, Open, OpenPasses, Unseen, Waiting, handed_on
 from .own import Own
 from .probe import edge_of, skips
 
@@ -77,6 +77,7 @@ class Stage:
     checkpointed: bool = False
     trusted: bool = True
     open: OpenPasses = field(default_factory=OpenPasses, repr=False)
+    waiting: Waiting = field(default_factory=Waiting, repr=False)
 
     def __post_init__(self) -> None:
         self.range = Range(self.settings.fixed_point)
@@ -188,9 +189,6 @@ class Stage:
     def _opened(self, x: Tensor, own: Own, path: str, extra: Extra) -> Open:
         """A new pass, which begins with this block."""
         assert self.last is not None
-        unseen = not self.trusted and path not in self.skips and torch.is_grad_enabled() and not x.requires_grad
-        if unseen and any(p.requires_grad for p in own.block.parameters()):
-            x = x.detach().requires_grad_()  # so that its way to the output is seen
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x)
         seen = self.range.begin(
@@ -202,6 +200,9 @@ class Stage:
             stepwise=self.stepwise
             or not torch.is_grad_enabled(),  # the model may make something of an x: no second run
         )
+        unseen = not self.trusted and path not in self.skips and torch.is_grad_enabled() and not x.requires_grad
+        if unseen and any(p.requires_grad for p in own.block.parameters()):
+            x = x.detach().requires_grad_()  # so that its way to the output is seen
         kind = Signed if self.recurrence.signed else Momentum
         state = kind(x, self.recurrence, seen, reversible=self.last.reversed == self.steps)
         run = Pass(
