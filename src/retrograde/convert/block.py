@@ -119,7 +119,8 @@ class Converted(Step):
         forward: Any = self._retrograde_class.forward
         whole = stage.settings.form == "relu" and not alone
         if whole:
-            branch = branch_now(self, place, alone=not (args or kwargs))
+            more = args or kwargs or hooks_on_every_module()
+            branch = None if more else branch_of(self, self._retrograde_class)  # type: ignore[arg-type]
             if branch is not None:
                 forward, keyword, whole = branch, None, False
         if place.compile is not None and not is_fake(x):
@@ -170,23 +171,6 @@ def now_in_parts(block: Any, place: Place) -> Parts:
 
 
 _AGAIN = "rg.revert(model) and rg.convert it again after such a change."
-
-
-def branch_now(block: Any, place: Place, alone: bool) -> Any:
-    """f of a block that computes relu(x + f(x)), if it can be taken for this call. `alone`: the block is given nothing but x."""
-    insists = place.stage.settings.insists
-    branch = branch_of(block, block._retrograde_class) if alone and (insists or not hooks_on_every_module()) else None
-    if branch is None and insists:
-        raise not_rectified(block, place.path)
-    return branch
-
-
-def not_rectified(block: nn.Module, path: str) -> ValueError:
-    """What to say of a block that form="relu" cannot have."""
-    return ValueError(
-        f"{path}, a {type(block).__module__}.{type(block).__name__}, is not known to compute relu(x + f(x)), which form='relu' needs: "
-        "its submodules one after another, x added, and a plain nn.ReLU, the last one without hooks. Use form='block', or None."
-    )
 
 
 _compiled: dict[tuple[Any, str], Any] = {}

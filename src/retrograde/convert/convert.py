@@ -204,7 +204,11 @@ def _rectified(run: Run, modules: dict[str, nn.Module], form: str | None) -> Run
     if other is None:
         return replace(run, form="relu") if form is not None or len(run.blocks) <= DEEPEST else run
     if form is not None:
-        raise blocks.not_rectified(modules[other], other)
+        cls = type(modules[other])
+        raise ValueError(
+            f"{other}, a {cls.__module__}.{cls.__name__}, is not known to compute relu(x + f(x)), which form='relu' needs: its "
+            "submodules one after another, x added, and a plain nn.ReLU, the last one without hooks. Use form='block', or None."
+        )
     return run
 
 
