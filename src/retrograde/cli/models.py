@@ -134,8 +134,9 @@ def _transformers(name: str) -> Source | None:
     else:
         return None
     config.use_cache = False  # blocks are trained without
-    heads = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel)
-    head = next(head for head in heads if type(config) in head._model_mapping or head is heads[-1])
+    of_two = (transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
+    heads = of_two if getattr(config, "is_encoder_decoder", False) else (transformers.AutoModelForCausalLM,)
+    head = next((head for head in heads if type(config) in head._model_mapping), transformers.AutoModel)
     reads = hasattr(config, "vocab_size")
     usual = (lambda model: 512) if reads else lambda model: _side(model.config)
     return Source(
@@ -221,7 +222,8 @@ def _side(config: Any) -> int:
 
 def _positions(model: nn.Module) -> int | None:
     """The most tokens, where the model has a table of positions. Without values nothing else would say so."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_target_positions")
+    most = next((most for name in names if (most := getattr(model.config, name, None)) is not None), None)
     tables = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
     return most if most is not None and any(most <= size < most + 4 for size in tables) else None
 
@@ -233,6 +235,8 @@ def _of_config(model: nn.Module, batch: int, size: int | None) -> Any:
         return {"pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), side, side)}
     tokens = torch.zeros(batch, size or 512, dtype=torch.long)
     inputs = {"input_ids": tokens}
+    if hasattr(config, "num_mel_bins"):  # sound, as long as the model takes it
+        inputs = {"input_features": torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens.clone()
     return inputs
