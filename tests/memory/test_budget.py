@@ -18,6 +18,8 @@ from retrograde.memory.modes import MemoryPlan, parse_memory
 from retrograde.memory.schedule import RESERVE, Choice, Track, chain, estimated, within
 from retrograde.reverse.recurrence import Recurrence
 
+FIXED = rg.FixedPoint(20, torch.int32)
+
 
 def layer() -> nn.Module:
     return nn.TransformerEncoderLayer(32, 2, 128, 0.1, batch_first=True, norm_first=True)
@@ -34,7 +36,7 @@ CASES = {
 def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
     """A network and a batch."""
     make, shape = CASES[kind]
-    return rg.MomentumNet(make(), fixed_point=rg.FixedPoint(20, torch.int32), **options), torch.randn(shape)
+    return rg.MomentumNet(make(), fixed_point=FIXED, **options), torch.randn(shape)
 
 
 def links_of(net: rg.MomentumNet) -> list[Choice]:
@@ -145,7 +147,7 @@ def test_a_kept_block_that_writes_to_its_input() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.mul_(0.5))
 
-    net, x = rg.MomentumNet([Writes() for _ in range(6)], fixed_point=rg.FixedPoint(20, torch.int32)), torch.randn(3, 8)
+    net, x = rg.MomentumNet([Writes() for _ in range(6)], fixed_point=FIXED), torch.randn(3, 8)
     expected = train_step(fixed(net, MemoryPlan(0, 0, 6)), x)
     for plan in (MemoryPlan(3, 3, 0), MemoryPlan(0, 6, 0), MemoryPlan(2, 2, 2)):
         assert_same_bits(expected, train_step(fixed(net, plan), x))
@@ -194,7 +196,7 @@ def test_top_blocks_over_kept_inputs_at_gamma_zero() -> None:
 
 def test_retain_graph_second_order_and_encode() -> None:
     net, x = budgeted("mlp", memory=10**9)
-    reference = rg.MomentumNet(copy.deepcopy(net.blocks), memory="store", fixed_point=rg.FixedPoint(20, torch.int32))
+    reference = rg.MomentumNet(copy.deepcopy(net.blocks), memory="store", fixed_point=FIXED)
     for n in (fixed(net, MemoryPlan(4, 4, 4)), fixed(net, MemoryPlan(0, 8, 4))):
         found = []
         for m in (n, reference):
@@ -263,10 +265,7 @@ def test_the_plan_leaves_no_trace() -> None:
 def test_weights_cast_by_autocast_are_counted() -> None:
     """By the blocks that are stored; narrow batches, so that they weigh."""
     torch.manual_seed(0)
-    net, x = (
-        rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fixed_point=rg.FixedPoint(20, torch.int32), memory=10**9),
-        torch.randn(48, 64),
-    )
+    net, x = (rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fixed_point=FIXED, memory=10**9), torch.randn(48, 64))
     peak(net, x, autocast=True)
     for link in links_of(net)[::3]:
         net.memory = int(link.peak * (1 + RESERVE)) + 1
@@ -313,10 +312,7 @@ def test_blocks_that_need_values_are_measured_in_a_first_pass() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(Opaque.apply(x))
 
-    net, x = (
-        rg.MomentumNet([Block(32, 48) for _ in range(8)], fixed_point=rg.FixedPoint(20, torch.int32), memory=10**9),
-        torch.randn(64, 32),
-    )
+    net, x = (rg.MomentumNet([Block(32, 48) for _ in range(8)], fixed_point=FIXED, memory=10**9), torch.randn(64, 32))
     net(x).sum().backward()
     assert net.plan.mode == "reverse"
     top = peak(net, x)
