@@ -40,7 +40,7 @@ SAYS = {
     "weights_loaded_between": "was changed after its forward",
     "buffer_written_between": "block 2 was changed after its forward",
     "extra_input_written_between": "extra input",
-    "in_place_on_saved_tensor": "block 0 changed a tensor in place",
+    "in_place_on_saved_tensor": "block 3 changed a tensor in place",
     "backward_twice": r"retain_graph=True|second time",
     "dtype_changed_between": r"were made torch.float64 after its forward pass.*float32",
     "energy_by_torch_func": r"block 0 calls torch.func.grad.*memory='store'",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from ways import assert_equal
 
 import retrograde as rg
 from retrograde.convert.convert import stages_of
@@ -23,6 +22,7 @@ from retrograde.reverse.deferred import FIRST_STEP, Deferred
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.range import holders
 from retrograde.reverse.replay import Call
+from ways import assert_equal
 
 FIXED = rg.FixedPoint(22, torch.int32)
 REPLAYING = ["reverse", "checkpoint"]
@@ -582,7 +582,9 @@ def test_a_stride_that_nothing_goes_by_is_no_difference() -> None:
     block, checks = nn.Linear(300, 300), Checks(1, torch.device("cpu"), "auto", Deferred())
     call = Call(block, Extra((), {}), "block 0")
     saved = torch.randn(1, 300)
-    checks.note(0, call, torch.randn(1), [saved], None)
+    first = checks.first_run(0, call, torch.randn(1))
+    first.add(saved)
+    first.end(None)
     left = checks.slots[0].clone()
     assert left != 0
     checks._add(0, [saved.as_strided((1, 300), (1, 1))], None, left, -1)

@@ -35,7 +35,7 @@ static struct {
     void *(*unlock)(void);                    /* PyEval_SaveThread */
     void (*lock)(void *);                     /* PyEval_RestoreThread */
     void (*raise)(object *, const char *);    /* PyErr_SetString */
-    object *type_error, *none, *data_ptr, *numel, *nbytes, *dtype, *dtypes[KINDS];
+    object *type_error, *none, *data_ptr, *numel, *nbytes, *itemsize, *dtype, *dtypes[KINDS];
 } python;
 
 void retrograde_connect(const void *pointers) { memcpy(&python, pointers, sizeof python); }
@@ -511,25 +511,26 @@ static inline wide products(half a, half b) { return __builtin_convertvector(a, 
 
 static uint64_t digest(const char *memory, int64_t rows, uint32_t place, uint32_t seed);
 
-/* The hash of some elements of several tensors. Of each tensor `places` has its address, the number of elements, the bytes from one
-   to the next, and those of one: at most SAMPLE bytes in all, which are hashed as if they lay in a row. */
+/* The hash of some elements of a tensor, as if they lay in a row: how many, and how many elements it is from one to the next. At most
+   SAMPLE bytes. They are far apart and come from memory; a loop that knows their width asks for many at a time. */
 #define SAMPLE 8192
+#define GATHER(width) \
+    for (int64_t k = 0; k < count; k++) memcpy(row + k * (width), from + k * step * (width), width)
 
-void retrograde_sample(const int64_t *places, int64_t tensors, int64_t sign, uint64_t *into) {
+void retrograde_sample(object *t, int64_t count, int64_t step, object *result, int64_t seed, int64_t sign) {
+    int bad = 0;
+    const char *from = (const char *)number(python.call(t, python.data_ptr, NULL), &bad);
+    const int64_t width = bad ? 0 : (int64_t)number(python.attribute(t, python.itemsize), &bad);
+    uint64_t *into = bad ? 0 : (uint64_t *)number(python.call(result, python.data_ptr, NULL), &bad);
+    if (bad || !from) return; /* no memory: it was let go, to be filled again from outside */
     char row[SAMPLE];
-    uint64_t sum = 0;
-    for (int64_t t = 0; t < tensors; t++, places += 4) {
-        const char *from = (const char *)(intptr_t)places[0];
-        const int64_t width = places[3];
-        const int64_t bytes = places[1] * width;
-        if (places[2] == width) memcpy(row, from, bytes);
-        else
-            for (int64_t k = 0; k < places[1]; k++) memcpy(row + k * width, from + k * places[2], width);
-        const int64_t rows = (bytes + 4 * ROW - 1) / (4 * ROW);
-        memset(row + bytes, 0, rows * 4 * ROW - bytes);
-        sum += digest(row, rows, 0, (uint32_t)t);
-    }
-    *into += (uint64_t)sign * sum;
+    const int64_t bytes = count * width, rows = (bytes + 4 * ROW - 1) / (4 * ROW);
+    if (step == 1) memcpy(row, from, bytes);
+    else if (width == 4) GATHER(4);
+    else if (width == 2) GATHER(2);
+    else GATHER(width);
+    memset(row + bytes, 0, rows * 4 * ROW - bytes);
+    *into += (uint64_t)sign * digest(row, rows, 0, (uint32_t)seed);
 }
 
 static uint64_t digest(const char *memory, int64_t rows, uint32_t place, uint32_t seed) {

@@ -69,8 +69,8 @@ KERNELS = _Table()
 
 
 @cache
-def sampler(device: str) -> Callable[[int, int, int, int], None] | None:
-    """Compiled code that hashes some elements of several tensors in one call (`sample` in cpu.c); None if there is none.
+def sampler(device: str) -> Callable[[Tensor, int, int, Tensor, int, int], None] | None:
+    """Compiled code that adds the hash of some elements of a tensor to another (`sample` in cpu.c); None if there is none.
 
     A step compares dozens of small samples. Gathered by torch, each would take four operators; that is more than the rest of it.
     """

@@ -32,7 +32,7 @@ _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trappi
 
 
 _TYPES = {
-    "t": ctypes.py_object, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float, "p": ctypes.c_void_p
+    "t": ctypes.py_object, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float
 }  # fmt: skip
 SIGNATURES = {
     "advance": "t t t t t i i f f i i t t t t i",
@@ -42,12 +42,12 @@ SIGNATURES = {
     "decode": "t f t",
     "carry": "t t t f f f f i t t t t t",
     "digest": "t t l l",
-    "sample": "p l l p",
+    "sample": "t l l t l l",
 }
-"""The arguments of the compiled functions: t a tensor, a dtype or None, i and l integers of 32 and 64 bits, f a float, p an address."""
+"""The arguments of the compiled functions: t a tensor, a dtype or None, i and l integers of 32 and 64 bits, f a float."""
 _PYTHON = ("Object_CallMethodObjArgs", "Object_GetAttr", "Long_AsVoidPtr", "_DecRef", "Eval_SaveThread",
            "Eval_RestoreThread", "Err_SetString")  # fmt: skip
-_OBJECTS = (TypeError, None, "data_ptr", "numel", "nbytes", "dtype")
+_OBJECTS = (TypeError, None, "data_ptr", "numel", "nbytes", "itemsize", "dtype")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int16, torch.int32)
 
 

@@ -180,7 +180,7 @@ class Stage:
         run = Pass(
             Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=self.settings.verify, memo=self.memo,
             deferred=self.range.deferred, check=any_output if self.checkpointed else check_output,
-            look=None if observer is None else lambda _, frame, tensors: observer.look(k, frame, tensors),
+            look=None if observer is None else lambda _: observer.look(k),
         )  # fmt: skip
         if not k:
             self.range.deferred.collect(x)

@@ -26,10 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ..reverse.replay import Frame
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
 from .modes import Budget, MemoryPlan, holding
-from .schedule import Choice, Track, chain, estimated, with_reserve, within
+from .schedule import Choice, Saved, Track, chain, estimated, with_reserve, within
 from .stack import Stack
 from .step import bytes_of, mean_of_squares
 
@@ -54,9 +53,9 @@ class Observer:
             self.recorder.outside.append(0)
         return block if self.recorder.meter is None else _Watched(block, k, self.track, self.recorder)
 
-    def look(self, k: int, frame: Frame, tensors: Sequence[Tensor]) -> None:
-        """Block k has run, and would store these tensors."""
-        self.track.note(k, tensors, frame.ends_saved)
+    def look(self, k: int) -> Saved:
+        """Block k is about to run; to be shown what it would store."""
+        return self.track.note(k, self.recorder.meter)
 
 
 @dataclass
@@ -188,6 +187,7 @@ def observe(
             usage[i] += outputs * output
     tracks = {name: track for name, track in recorder.once.items() if track.complete}
     for track in tracks.values():
+        track.more = {k: fake.meter.stored[i] - fake.meter.usage[i] for k, i in track.forward.items()}
         for k, n in track.generators.items():
             usage[track.forward[k] :] = [u + n for u in usage[track.forward[k] :]]
     return Step(usage, tracks, peak, held, recorder.elements)

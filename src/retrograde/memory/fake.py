@@ -47,6 +47,8 @@ class Meter(TorchDispatchMode):
         self.peak = 0
         self.drawn = 0  # how many operators drew random numbers
         self.usage = [0]  # the most bytes of each interval so far
+        self.stored = [0]  # the same, if nothing were freed of what autograd saves in it
+        self.freed = 0  # of that, in this interval
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,6 +66,8 @@ class Meter(TorchDispatchMode):
     def mark(self) -> int:
         """Begin the next interval. Returns its number."""
         self.usage.append(self.now)
+        self.stored.append(self.now)
+        self.freed = 0
         return len(self.usage) - 1
 
     def count(self, tensor: Tensor, size: int | None = None) -> None:
@@ -82,8 +86,19 @@ class Meter(TorchDispatchMode):
         self.now += size
         self._reached(self.now)
 
+    def saved(self, size: int) -> Callable[[Any], None]:
+        """Autograd has saved so many bytes, which a plain run would not free; to be called when they are freed."""
+        interval = len(self.usage)
+
+        def freed(_: Any) -> None:
+            if interval == len(self.usage):
+                self.freed += size
+
+        return freed
+
     def _reached(self, bytes_: int) -> None:
         self.usage[-1] = max(self.usage[-1], bytes_)
+        self.stored[-1] = max(self.stored[-1], bytes_ + self.freed)
         self.peak = max(self.peak, bytes_)
 
 

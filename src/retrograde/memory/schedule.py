@@ -3,8 +3,8 @@
     intervals   forward of block 0, 1, …, K−1 of each stack, what follows, backward of block K−1, …, 1, 0
     usage       the most bytes alive in each interval, observed in a step in which every stack keeps as little as it can
     a block     that keeps its input or its tensors adds their bytes to the intervals between its forward and its backward. To
-                those two it adds nothing: there the tensors exist in any plan. (Integers that are kept are an exception: they
-                exist beside the float that they are decoded to.)
+                the latter it adds nothing: there the tensors exist in any plan. (Integers that are kept are an exception: they
+                exist beside the float that they are decoded to.) To the former it adds what would have been freed in between
 
 The plans for all budgets are one chain. It starts at the leanest plan. Each link gives one block more to keep: the block that
 raises the highest point least for the time it saves. So each plan keeps what the one before it keeps, and more memory is
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from torch import Tensor
 from ..arithmetic.fixed import integer_dtype
 from ..reverse.recurrence import Recurrence
 from .modes import MemoryPlan, holding, input_bytes
+
+if TYPE_CHECKING:
+    from .fake import Meter
 
 STEP = 8.0
 """Traffic of a step back, per byte of x as an integer."""
@@ -54,6 +59,8 @@ class Track:
         known: addresses of memory that is there anyway: parameters, buffers, inputs.
         saved: by block, bytes that it would store; `largest`: bytes of its largest tensor; `ends`: whether its output is stored.
         generators: by block, bytes of states of random generators, kept in order to run it again.
+        more: by block, bytes that its forward takes more at the highest point if nothing that it saves is freed.
+        references: by block, weak ones to what it saved, which tell when it is freed.
         forward, backward: by block, the interval in which it ran.
     """
 
@@ -68,6 +75,8 @@ class Track:
     largest: dict[int, int] = field(default_factory=dict)
     ends: dict[int, bool] = field(default_factory=dict)
     generators: dict[int, int] = field(default_factory=dict)
+    more: dict[int, int] = field(default_factory=dict)
+    references: dict[int, list[Any]] = field(default_factory=dict, repr=False)
     forward: dict[int, int] = field(default_factory=dict)
     backward: dict[int, int] = field(default_factory=dict)
 
@@ -84,11 +93,9 @@ class Track:
             known=set(known),
         )
 
-    def note(self, k: int, tensors: Sequence[Tensor], ends: bool) -> None:
-        """Block k would store these tensors (k = −1: the block that makes the initial velocity)."""
-        dense = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
-        sizes = list({s._cdata: s.nbytes() for s in dense if s._cdata not in self.known}.values())
-        self.saved[k], self.largest[k], self.ends[k] = sum(sizes), max(sizes, default=0), ends
+    def note(self, k: int, meter: Meter | None = None) -> Saved:
+        """To be shown what block k would store (k = −1: the block that makes the initial velocity)."""
+        return Saved(self, k, meter)
 
     @property
     def seen(self) -> bool:
@@ -164,15 +171,47 @@ class Track:
         ):  # otherwise a reversed block had its output there, which is no smaller
             yield back, back + 1, beside
         if k >= new.replayed:
+            yield start, start + 1, self.more.get(k, 0)
             yield start, _END, -self.generators.get(k, 0)
         for plan, sign in ((old, -1), (new, 1)):
             last, first = self.forward[self.lean.depth - 1], plan.reversed
             if -1 in self.saved and not first:
                 yield self.forward[0], _END, sign * (self.kept if plan.kept else self.saved[-1])
+                yield self.forward[-1], self.forward[0], 0 if plan.kept else sign * self.more.get(-1, 0)
             if 0 < first < self.lean.depth:  # the rest of the forward pass has a state of its own
                 yield self.forward[first], last + 1, sign * self.state
             elif not first and self.lean.reversed:
                 yield last + 1, self.backward.get(self.lowest, 0), -sign * self.state
+
+
+class Saved:
+    """What one block would store. It is shown one tensor after another, and keeps none."""
+
+    def __init__(self, track: Track, k: int, meter: Meter | None) -> None:
+        self.track = track
+        self.k = k
+        self.meter = meter
+        self.sizes: list[int] = []
+        self.seen: dict[int, Any] = {}
+        track.references[k] = []
+
+    def add(self, t: Tensor) -> None:
+        if t.layout != torch.strided:
+            return
+        storage = t.untyped_storage()
+        at = storage._cdata
+        before = self.seen.get(at)  # another one may have come in the place of one that was freed
+        if at in self.track.known or (before is not None and before() is storage):
+            return
+        size = storage.nbytes()
+        self.seen[at] = ref(storage, None if self.meter is None else self.meter.saved(size))
+        self.track.references[self.k].append(self.seen[at])
+        self.sizes.append(size)
+
+    def end(self, ends: bool) -> None:
+        """The block has run; whether its output is stored."""
+        track, k = self.track, self.k
+        track.saved[k], track.largest[k], track.ends[k] = sum(self.sizes), max(self.sizes, default=0), ends
 
 
 @dataclass(frozen=True)

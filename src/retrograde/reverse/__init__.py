@@ -22,6 +22,7 @@ coupling       the two-stream scheme; residual: γ = 0; sign: momentum whose γ 
 launch         an initial velocity that is not 0
 widening       a range that becomes wider within a pass; calibrate: which fixed point holds which values
 again          a pass on an accelerator that left its range, run again
+inside         a block that takes a gradient in its own forward
 containers     copies of lists, dictionaries and buffers that a block may change
 inputs         what a network can be given, and be run under: everything else is refused by name
 fingerprint    which elements of what a block saves are compared

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from array import array
 from functools import partial
 from typing import Any
 
@@ -25,13 +24,15 @@ from ..arithmetic.kernels import KERNELS, sampler
 from ..errors import ReplayError
 from .cuda import check_capturable
 from .deferred import Deferred
-from .fingerprint import SAMPLE, Picked, dense, local, picked, undefined
+from .fingerprint import SAMPLE, Picked, Picker, dense, local, undefined
 from .replay import WHEN_NOT_REPEATED, Call
 
 CHOICES = ("auto", "strict", "off")
 AFTERWARDS = (
     "Zero the gradients, or go back to a checkpoint, before the next step. verify='strict' raises before they are made."
 )
+Saved = tuple[torch.Size, tuple[int, ...], torch.dtype, Picked | None]
+"""Of a tensor that a block saved: shape, strides, dtype, and what of it makes the fingerprint."""
 
 
 class Checks:
@@ -48,8 +49,7 @@ class Checks:
         if self.strict:
             check_capturable(device)
         self.names: dict[int, str] = {}
-        self.layouts: dict[int, Any] = {}
-        self.picked: dict[int, list[Picked]] = {}
+        self.saved: dict[int, list[Saved]] = {}  # by block, in its first run
         self.digest = KERNELS[Tensor, device.type, torch.int32].digest
         self.sample = sampler(device.type)
         self.waits = device.type != "cpu" or deferred.event_on is not None  # for what becomes known later
@@ -61,17 +61,10 @@ class Checks:
         # by backward pass: the hashes less those of its replays, each by itself too, and the blocks seen
         self.left: dict[int, tuple[Tensor, tuple[Tensor, ...], set[int]]] = {}
 
-    def note(self, k: int, call: Call, x: Tensor, saved: list[Tensor], y: Any) -> bool:
-        """Block k saved these in its first run; whether its replay is to give the output, too."""
+    def first_run(self, k: int, call: Call, x: Tensor) -> FirstRun:
+        """Block k is about to be run on x for the first time."""
         self.names[k] = call.name
-        known = call.parts.fingerprints
-        layout = _layout(saved)
-        if layout not in known:
-            known[layout] = picked(call, x, saved)
-        self.picked[k] = known[layout]
-        self.layouts[k] = layout
-        self._add(k, saved, y, self.slots[k], 1)
-        return self.strict
+        return FirstRun(self, k, call, x)
 
     def compare(self, k: int, saved: list[Tensor], y: Any) -> None:
         """Its replay saved these."""
@@ -122,34 +115,81 @@ class Checks:
             self.deferred.tell(wrong[:, 0].to(torch.uint8), partial(_judge, names, self.state), names)
 
     def _add(self, k: int, saved: list[Tensor], y: Any, into: Tensor, sign: int) -> None:
-        """Add sign times the fingerprint to `into`."""
-        if self.strict:
-            tensors = [saved[index] for index, *_ in self.picked[k]]
-            tensors = [*tensors, y] if isinstance(y, Tensor) and not undefined(y) else tensors
-            for seed, t in enumerate(tensors):
-                digest(local(t), into, seed, sign)
-            return
-        samples: dict[torch.dtype, list[Tensor]] = {}
-        places = array("q")  # of the samples that compiled code gathers
-        same = sign > 0 or _layout(saved) == self.layouts[k]  # else dense, lest somebody else's memory is read
-        for index, size, step in self.picked[k]:
-            t = saved[index]
-            t = t if type(t) is Tensor else local(t)
-            if self.sample is not None and len(size) == 1 and (same or dense(t)):
-                places.extend((t.data_ptr(), size[0], step[0] * t.itemsize, t.itemsize))
-                continue
+        """Add sign times the fingerprint of a replay to `into`."""
+        found = Fingerprint(self, into, sign)
+        for t, (shape, strides, dtype, pick) in zip(saved, self.saved[k], strict=True):
+            if pick is not None:
+                same = t.dtype is dtype and t.shape == shape and t.stride() == strides
+                found.add(t, pick, same or dense(t))  # else somebody else's memory might be read
+        found.end(y)
+
+
+class FirstRun:
+    """What a block saves in its first run, shown one after another. None of it is kept, so that it is freed as it would be."""
+
+    def __init__(self, checks: Checks, k: int, call: Call, x: Tensor) -> None:
+        self.checks = checks
+        self.k = k
+        self.call = call
+        self.x = x
+        self.kind = (x.shape, x.stride(), x.dtype)
+        self.expected: list[Saved] = call.parts.fingerprints.get(self.kind, [])
+        self.saved: list[Saved] = []
+        self.picker: Picker | None = None
+        self.found = Fingerprint(checks, checks.slots[k], 1)
+
+    def add(self, t: Tensor) -> None:
+        """The block has saved this."""
+        at = len(self.saved)
+        one = self.expected[at] if at < len(self.expected) else None
+        if one is None or t.dtype is not one[2] or t.shape != one[0] or t.stride() != one[1]:
+            self.expected = []  # it goes another way than the last time
+            self.picker = self.picker or Picker(self.call, self.x)
+            one = t.shape, t.stride(), t.dtype, self.picker.pick(t)
+        self.saved.append(one)
+        if one[3] is not None:
+            self.found.add(t, one[3], True)
+
+    def end(self, y: Any) -> bool:
+        """It has run, and returned y; whether its replay is to give that, too."""
+        self.found.end(y)
+        self.checks.saved[self.k] = self.call.parts.fingerprints[self.kind] = self.saved
+        return self.checks.strict
+
+
+class Fingerprint:
+    """Adds sign times a hash of tensors to `into`."""
+
+    def __init__(self, checks: Checks, into: Tensor, sign: int) -> None:
+        self.checks = checks
+        self.into = into
+        self.sign = sign
+        self.count = 0
+        self.samples: dict[torch.dtype, list[Tensor]] = {}
+
+    def add(self, t: Tensor, pick: Picked, as_picked: bool) -> None:
+        """`as_picked`: it lies in memory as it did when it was picked, or without gaps."""
+        t = t if type(t) is Tensor else local(t)
+        size, strides = pick
+        if self.checks.strict:
+            digest(t, self.into, self.count, self.sign)
+        elif self.checks.sample is not None and len(size) == 1 and as_picked:
+            self.checks.sample(t, size[0], strides[0], self.into, self.count, self.sign)
+        else:
             t = t.detach()
-            t = t.as_strided(size, step) if size else t.reshape(-1)[:SAMPLE]
-            samples.setdefault(t.dtype, []).append(t if t.dim() == 1 else t.reshape(-1))
-        count = len(places) // 4
-        if self.sample is not None and count:
-            self.sample(places.buffer_info()[0], count, sign, into.data_ptr())
-        for seed, some in enumerate(samples.values(), count):
-            self.digest(torch.cat(some), into, seed, sign)
+            t = t.as_strided(size, strides) if size else t.reshape(-1)[:SAMPLE]
+            t = t if t.dim() == 1 else t.reshape(-1)
+            # on an accelerator all are hashed together, where the block ends: few kernels are to be launched
+            self.samples.setdefault(t.dtype, []).append(t.clone() if t.device.type == "cpu" else t)
+        self.count += 1
 
-
-def _layout(tensors: list[Tensor]) -> Any:
-    return tuple([(t.shape, t.stride()) for t in tensors])
+    def end(self, y: Any) -> None:
+        """`y`: the block's output."""
+        if self.checks.strict and isinstance(y, Tensor) and not undefined(y):
+            digest(local(y), self.into, self.count, self.sign)
+        for seed, some in enumerate(self.samples.values(), self.count):
+            self.checks.digest(torch.cat(some), self.into, seed, self.sign)
+        self.samples.clear()
 
 
 _NOT_REWOUND = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +20,37 @@ from .replay import Call
 
 SAMPLE = 256
 """Elements of each tensor that verify="auto" hashes."""
-Picked = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The index of a saved tensor; size and strides of a sample that is spread evenly over it (none: its first elements)."""
+Picked = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a saved tensor: size and strides of a sample that is spread evenly over it (none: its first elements)."""
 
 
-def picked(call: Call, x: Tensor, saved: list[Tensor]) -> list[Picked]:
-    """Which of the saved tensors make the fingerprint."""
-    if any(_has_undefined(m) for m in call.parts.modules):
-        return []
-    statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
-    copied = call.parts.instance_norms or any(map(_compiled, (call.block, *call.parts.modules)))
-    others = [t for t in (*call.parts.watched, *statistics, x) if _plain(t)]
-    excluded = {t.untyped_storage()._cdata for t in others}
-    found: list[Picked] = []
-    seen: set[tuple[Any, ...]] = set()
-    for index, whole in enumerate(saved):
-        t = local(whole)
-        if not _plain(t) or t.is_meta or t.is_quantized or undefined(t) or not t.numel() or t.device != x.device:
-            continue
+class Picker:
+    """Tells which of the tensors that a block saves make its fingerprint, one after another as they are saved."""
+
+    def __init__(self, call: Call, x: Tensor) -> None:
+        self.device = x.device
+        self.undefined = any(_has_undefined(m) for m in call.parts.modules)
+        self.statistics = [t for own, _ in call.parts.statistics for t in own.values() if t is not None]
+        self.copied = call.parts.instance_norms or any(map(_compiled, (call.block, *call.parts.modules)))
+        others = [t for t in (*call.parts.watched, *self.statistics, x) if _plain(t)]
+        self.excluded = {t.untyped_storage()._cdata for t in others}
+        self.seen: dict[tuple[Any, ...], Any] = {}
+
+    def pick(self, saved: Tensor) -> Picked | None:
+        """None: it is left out."""
+        t = local(saved)
+        if self.undefined or not _plain(t) or t.is_meta or t.is_quantized or undefined(t) or not t.numel():
+            return None
         storage = t.untyped_storage()
+        if t.device != self.device or not storage.nbytes() or storage._cdata in self.excluded:
+            return None  # no bytes: memory that is let go and filled again from outside, as FSDP does with parameters
         where = (t.data_ptr(), t.shape, t.stride())
-        if not storage.nbytes() or storage._cdata in excluded or where in seen:
-            continue  # no bytes: memory that is let go and filled again from outside, as FSDP does with parameters
-        if copied and any(_same(t, s) for s in statistics):
-            continue
-        seen.add(where)
-        size, step = ((), ()) if t.is_complex() or t.is_neg() else spread(t)
-        found.append((index, size, step))
-    return found
+        if where in self.seen and self.seen[where]() is storage:
+            return None  # saved before, and not freed since
+        if self.copied and any(_same(t, s) for s in self.statistics):
+            return None
+        self.seen[where] = ref(storage)
+        return ((), ()) if t.is_complex() or t.is_neg() else spread(t)
 
 
 def spread(t: Tensor, count: int = SAMPLE, apart: int = 1 << 60) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,7 +13,6 @@ the same integer steps, so the way changes no bit of the result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from .residual import Residual
 from .tape import Tape
 
 Block = Callable[..., Any]
-Look = Callable[[int, Frame, list[Tensor]], None]
+Look = Callable[[int], Any]
 _step = super(Function, Step).apply  # without the look-up of function transforms, which are refused
 
 
@@ -53,7 +52,7 @@ class Pass:
         memo: what is known of the blocks from earlier passes.
         deferred: where checks on an accelerator are told.
         check: what a block's output must pass.
-        look: shown k, the frame and the tensors that block k would keep, for every block that does not keep them.
+        look: of block k, what is shown the tensors that it would keep, if it does not keep them (`memory.schedule.Saved`).
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class Pass:
         call = Call(block, extra, name, memo=self.memo)
         kept = None if k < self.reversed and self.reversed else Kept(x.detach())
         frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)
-        y = frame.run(x, None if self.look is None else partial(self.look, k, frame))
+        y = frame.run(x, None if self.look is None else self.look(k))
         alike = type(y) is Tensor and y.shape == x.shape and y.dtype == x.dtype and y.device == x.device
         if not alike or self.check is not check_output:
             y = self.check(y, x, name)

@@ -42,6 +42,7 @@ from .containers import copied, copied_arguments
 from .cuda import Undrawn
 from .extra import Extra, all_at_once, autocast_put, autocast_state, shared
 from .heap import give_back
+from .inside import saved_so_far
 from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ class Call:
         self.contains = extra.contains
         self.name = name
         self.parts = parts_of(block, name, memo)
-        self.takes_gradients = False  # inside its own forward
         self.args = extra.args
         self.kwargs = extra.kwargs
 
@@ -93,6 +93,7 @@ class Call:
         self.recorded = torch.is_grad_enabled()
         torch.get_num_threads()  # NOTE 6
         before = x._version
+        self.writes = True  # for all that is known before it has run
         try:
             _push_hooks(pack, unpack)
             with Undrawn() if self.generators.capturing else nullcontext():
@@ -138,8 +139,11 @@ class Call:
                 f"{self.dtype}. {_ADVICE}"
             )
 
+        versions: list[int] = []
+
         def pack(t: Tensor) -> int:
             saved.append(t)
+            versions.append(t._version)
             if len(saved) == wanted:
                 raise Enough
             return len(saved) - 1
@@ -153,7 +157,6 @@ class Call:
                 )
             return saved[index]
 
-        hook = saved.append if wanted is None and not self.takes_gradients else pack
         grad = torch.is_grad_enabled()
         now = self.generators.places()
         copies: dict[int, Any] = {}
@@ -166,7 +169,7 @@ class Call:
         nested = [] if autocast == self.autocast else [()]
         before = chain(
             exchange, self.generators.putting(self.places), starmap(torch.autocast_increment_nesting, nested),
-            autocast_put(self.autocast, autocast), map(_set_grad, [self.recorded]), map(_push_hooks, [hook], [unpack]),
+            autocast_put(self.autocast, autocast), map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]),
         )  # fmt: skip
         after = chain(
             starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), autocast_put(autocast, self.autocast),
@@ -180,9 +183,13 @@ class Call:
             x = x.clone() if self.writes else x  # neither a leaf nor what was kept may be written to
             y = self.block(x, *args, **kwargs)
         except Enough:
-            return None
+            y = None
         finally:
             all_at_once(after)
+        if list(map(version, saved)) != versions:
+            raise ReplayError(
+                f"{self.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that is not in place."
+            )
         return y.detach() if isinstance(y, Tensor) else y
 
     def refuse_writes(self) -> None:
@@ -216,31 +223,29 @@ class Frame:
         self.eager = False  # whether the output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
         self.saved: list[Any] = []  # tensors, until they are asked for
-        self.fresh: list[Tensor] = []  # while the block is in its first run: what it has saved so far
+        self.running: tuple[Tensor, int] | None = None  # in its first run: its input, and the version of that
 
-    def run(self, x: Tensor, look: Callable[[list[Tensor]], None] | None = None) -> Any:
-        """Run the block for the first time. `look` is shown what a plain run would have kept."""
-        fresh = self.fresh
-        versions: list[int] = []
+    def run(self, x: Tensor, look: Any = None) -> Any:
+        """Run the block for the first time. `look` is shown what a plain run would have kept (`memory.schedule.Saved`)."""
+        seen = None if self.check is None else self.check.first_run(self.k, self.call, x)
+        shapes, last, elements = self.shapes, list[Tensor](), x.numel()
+        shown = [watcher.add for watcher in (seen, look) if watcher is not None]
 
-        def pack(t: Tensor) -> int:
-            fresh.append(t)
-            versions.append(t._version)
-            return len(fresh) - 1
+        def pack(t: Tensor) -> int:  # the graph keeps it, and with it whatever it refers to
+            shapes.append(t.shape)
+            for show in shown:
+                show(t)
+            last[:] = [t] if t.numel() == elements else []  # it may be the output
+            return len(shapes) - 1
 
         try:
+            self.running = x.detach(), x._version
             y = self.call.first(x, pack, self.unpack)
-            if list(map(version, fresh)) != versions:
-                raise ReplayError(
-                    f"{self.call.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that "
-                    "is not in place."
-                )
-            self.shapes = [t.shape for t in fresh]
-            self.ends_saved = bool(fresh) and isinstance(y, Tensor) and torch._C._is_alias_of(fresh[-1], y)  # type: ignore
-            if self.check is not None and fresh:
-                self.to_the_end = self.check.note(self.k, self.call, x, fresh, y)
+            self.ends_saved = bool(last) and isinstance(y, Tensor) and torch._C._is_alias_of(last[0], y)  # type: ignore
+            if seen is not None and shapes:
+                self.to_the_end = seen.end(y)
             if look is not None:
-                look(fresh)
+                look.end(self.ends_saved)
             if self.ends_saved and isinstance(y.grad_fn, BackwardCFunction):
                 self.eager = True  # a Function of the user's own may write to what it saved
             if any(p._post_accumulate_grad_hooks for p in self.call.parts.parameters) and y.requires_grad:
@@ -248,15 +253,18 @@ class Frame:
                 y.register_hook(self.prepare)
             return y
         finally:
-            fresh.clear()
+            self.running = None
+            self.saved.clear()
+            last.clear()
+            shown.clear()
             give_back(x)
 
     def unpack(self, index: int) -> Tensor:
         if not self.saved or self.saved[index] is None:
-            if self.fresh:
-                self.call.takes_gradients = True
-                return self.fresh[index]
-            self.replay()
+            if self.running is not None:
+                self.saved = saved_so_far(self.call, *self.running, len(self.shapes))
+            else:
+                self.replay()
         t = self.saved[index]
         self.saved[index] = None
         return t
