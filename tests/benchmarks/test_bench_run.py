@@ -149,8 +149,7 @@ def failing(error: Exception) -> Method:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(torch.OutOfMemoryError("no memory"), "out of memory"), (KeyError("broken"), "raised")],
+    ("error", "status"), [(torch.OutOfMemoryError("no memory"), "out of memory"), (KeyError("broken"), "raised")]
 )
 def test_a_failure_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [failing(error), method("plain")]

@@ -65,8 +65,7 @@ def test_unknown_key_and_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [("steps=many", "a whole number"), ("gamma=x", "a number"), ("steps", "key=value")],
+    ("change", "message"), [("steps=many", "a whole number"), ("gamma=x", "a number"), ("steps", "key=value")]
 )
 def test_bad_values(change: str, message: str) -> None:
     with pytest.raises(ExperimentError, match=message):

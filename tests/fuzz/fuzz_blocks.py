@@ -49,7 +49,7 @@ def kind(*layouts: str) -> Callable[[Callable[..., nn.Module]], Callable[..., nn
 
     def register(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         for layout in layouts:
-            KINDS[layout][make.__name__.lower()] = make
+            KINDS[layout][make.__name__.replace("_", "").lower()] = make
         return make
 
     return register
@@ -67,149 +67,124 @@ class Mlp(nn.Module):
         return self.outer(self.activation(self.inner(x)))
 
 
+class Of(nn.Module):
+    """A block that is a function of itself and x, and has parts: tensors are buffers."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
 @kind("vector", "tokens")
-class Single(nn.Linear):
+def single(rng: Random) -> nn.Module:
     """One linear map: its input is all it saves."""
-
-    def __init__(self, rng: Random) -> None:
-        super().__init__(WIDTH, WIDTH, bias=rng.random() < 0.5)
+    return nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.5)
 
 
 @kind("vector", "tokens")
-class PreNorm(nn.Sequential):
-    def __init__(self, rng: Random) -> None:
-        super().__init__(nn.LayerNorm(WIDTH, elementwise_affine=rng.random() < 0.7), Mlp(rng))
+def pre_norm(rng: Random) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=rng.random() < 0.7), Mlp(rng))
 
 
 @kind("vector", "tokens")
-class Gated(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.glu(self.gate(x), dim=-1)
+def gated(rng: Random) -> nn.Module:
+    return Of(lambda b, x: F.glu(b.gate(x), dim=-1), gate=nn.Linear(WIDTH, 2 * WIDTH))
 
 
 @kind("vector", "tokens")
-class Dropout(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.inner, self.rate = Mlp(rng), rng.choice([0.1, 0.5, 1.0])
+def dropout(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        return F.dropout(b.inner(F.dropout(x, 0.1, b.training)), b.rate, b.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.inner(F.dropout(x, 0.1, self.training)), self.rate, self.training)
+    return Of(run, inner=Mlp(rng), rate=rng.choice([0.1, 0.5, 1.0]))
 
 
 @kind("vector", "tokens")
-class WeightNormed(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+def weight_normed(rng: Random) -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
 
 
 @kind("vector", "tokens")
-class InPlaceFirst(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(WIDTH, WIDTH), rng.choice(["relu", "scale", "both"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how != "relu":
+def in_place_first(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        if b.how != "relu":
             x.mul_(0.5)
-        return self.linear(x if self.how == "scale" else F.relu(x, inplace=True))
+        return b.linear(x if b.how == "scale" else F.relu(x, inplace=True))
+
+    return Of(run, linear=nn.Linear(WIDTH, WIDTH), how=rng.choice(["relu", "scale", "both"]))
 
 
 @kind("vector", "tokens")
-class InPlaceLast(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh_().mul(0.7).add_(0.1)
+def in_place_last(rng: Random) -> nn.Module:
+    return Of(lambda b, x: b.linear(x).tanh_().mul(0.7).add_(0.1), linear=nn.Linear(WIDTH, WIDTH))
 
 
 @kind("vector", "tokens")
-class Branching(nn.Module):
+def branching(rng: Random) -> nn.Module:
     """Control flow that depends on the data."""
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.left, self.right = Mlp(rng), nn.Linear(WIDTH, WIDTH)
+    def run(b: Any, x: Tensor) -> Tensor:
+        return b.left(x) if x.numel() and x.detach().float().mean() > 0 else b.right(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if x.numel() and x.detach().float().mean() > 0 else self.right(x)
+    return Of(run, left=Mlp(rng), right=nn.Linear(WIDTH, WIDTH))
 
 
 @kind("vector", "tokens")
-class Routed(nn.Module):
+def routed(rng: Random) -> nn.Module:
     """Only the rows that a condition picks are worked on: shapes depend on the data."""
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.expert = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(b: Any, x: Tensor) -> Tensor:
         rows = x.reshape(-1, WIDTH)
         picked = rows[:, 0] > 0
         out = torch.zeros_like(rows)
-        out[picked] = self.expert(rows[picked]).to(out.dtype)
+        out[picked] = b.expert(rows[picked]).to(out.dtype)
         return out.view_as(x)
 
+    return Of(run, expert=nn.Linear(WIDTH, WIDTH))
+
 
 @kind("vector", "tokens")
-class PartlyDetached(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+def partly_detached(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             size = x.abs().mean(-1, keepdim=True) if x.numel() else x
-        return torch.tanh(self.linear(x.detach())) + 0.1 * x / (1 + size) if x.numel() else self.linear(x)
+        return torch.tanh(b.linear(x.detach())) + 0.1 * x / (1 + size) if x.numel() else b.linear(x)
+
+    return Of(run, linear=nn.Linear(WIDTH, WIDTH))
 
 
 @kind("vector", "tokens")
-class Energy(nn.Module):
+def energy(rng: Random) -> nn.Module:
     """f(x) = −∇E(x), a gradient taken inside the block."""
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.energy = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(b: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
-            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+            return -torch.autograd.grad(b.energy(x).sum(), x, create_graph=True)[0]
+
+    return Of(run, energy=nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 1)))
 
 
 @kind("vector", "tokens")
-class Checkpointed(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.inner = Mlp(rng)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+def checkpointed(rng: Random) -> nn.Module:
+    return Of(lambda b, x: checkpoint(b.inner, x, use_reentrant=False), inner=Mlp(rng))
 
 
 @kind("vector", "tokens")
-class Nested(nn.Module):
+def nested(rng: Random) -> nn.Module:
     """A momentum network inside a block of another."""
-
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        memory = rng.choice(["reverse", "checkpoint", "store"])
-        self.net = rg.MomentumNet(
-            [Mlp(rng) for _ in range(rng.choice([1, 3]))], memory=memory, fixed_point=rg.FixedPoint(18, torch.int32)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) - x
+    memory = rng.choice(["reverse", "checkpoint", "store"])
+    blocks = [Mlp(rng) for _ in range(rng.choice([1, 3]))]
+    net = rg.MomentumNet(blocks, memory=memory, fixed_point=rg.FixedPoint(18, torch.int32))
+    return Of(lambda b, x: b.net(x) - x, net=net)
 
 
 class _Cube(Function):
@@ -226,190 +201,133 @@ class _Cube(Function):
 
 
 @kind("vector", "tokens", "image")
-class OwnFunction(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Cube.apply(x)
+def own_function(rng: Random) -> nn.Module:
+    return Of(lambda b, x: _Cube.apply(x))
 
 
 @kind("vector", "tokens", "image")
-class Noise(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.scale, self.forked = nn.Parameter(torch.tensor(0.1)), rng.random() < 0.3
+def noise(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(enabled=b.forked):
+            return torch.rand_like(x) * b.scale.to(x.dtype) * x
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(enabled=self.forked):
-            return torch.rand_like(x) * self.scale.to(x.dtype) * x
+    return Of(run, scale=nn.Parameter(torch.tensor(0.1)), forked=rng.random() < 0.3)
 
 
 @kind("vector", "tokens", "image")
-class Scale(nn.Module):
+def scale(rng: Random) -> nn.Module:
     """Saves nothing, has no parameters."""
-
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.by = rng.choice([0.5, -0.3, 0.0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
+    return Of(lambda b, x: x * b.by, by=rng.choice([0.5, -0.3, 0.0]))
 
 
 @kind("vector", "tokens", "image")
-class Itself(nn.Module):
+def itself(rng: Random) -> nn.Module:
     """Returns its input, or a view of it."""
-
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.view = rng.random() < 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view_as(x) if self.view else x
+    return Of(lambda b, x: x.view_as(x) if b.view else x, view=rng.random() < 0.5)
 
 
 @kind("vector", "tokens", "image")
-class Constant(nn.Module):
+def constant(rng: Random) -> nn.Module:
     """Does not look at its input; may not even need a gradient."""
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.level = nn.Parameter(torch.tensor(0.1)) if rng.random() < 0.5 else None
+    def run(b: Any, x: Tensor) -> Tensor:
+        return torch.full_like(x, 0.01) if b.level is None else b.level.to(x.dtype).expand_as(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, 0.01) if self.level is None else self.level.to(x.dtype).expand_as(x)
+    return Of(run, level=nn.Parameter(torch.tensor(0.1)) if rng.random() < 0.5 else None)
 
 
 @kind("vector", "tokens", "image")
-class Buffered(nn.Module):
+def buffered(rng: Random) -> nn.Module:
     """Reads a buffer, and has parameters that it does not use."""
 
-    temperature: Tensor
+    def run(b: Any, x: Tensor) -> Tensor:
+        return torch.sigmoid(x / b.temperature.to(x.dtype)) - 0.5
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.register_buffer("temperature", torch.tensor(0.7))
-        self.register_buffer("absent", None)
-        self.unused = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x / self.temperature.to(x.dtype)) - 0.5
+    block = Of(run, temperature=torch.tensor(0.7), unused=nn.Parameter(torch.zeros(3)))
+    block.register_buffer("absent", None)
+    return block
 
 
 @kind("vector")
-class BatchNorm(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(
-            WIDTH, momentum=rng.choice([0.1, None]), affine=rng.random() < 0.7, track_running_stats=rng.random() < 0.8
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
+def batch_norm(rng: Random) -> nn.Module:
+    linear = nn.Linear(WIDTH, WIDTH)
+    momentum, affine, tracks = rng.choice([0.1, None]), rng.random() < 0.7, rng.random() < 0.8
+    return nn.Sequential(linear, nn.BatchNorm1d(WIDTH, momentum=momentum, affine=affine, track_running_stats=tracks))
 
 
 @kind("tokens")
-class Attention(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=rng.choice([0.0, 0.2]), batch_first=True)
-        self.weights, self.causal = rng.random() < 0.3, rng.random() < 0.3
+def attention(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        h = b.norm(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=h.dtype) if b.causal else None
+        return b.attention(h, h, h, need_weights=b.weights, attn_mask=mask)[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=h.dtype) if self.causal else None
-        return self.attention(h, h, h, need_weights=self.weights, attn_mask=mask)[0]
+    heads = nn.MultiheadAttention(WIDTH, 2, dropout=rng.choice([0.0, 0.2]), batch_first=True)
+    return Of(run, norm=nn.LayerNorm(WIDTH), attention=heads, weights=rng.random() < 0.3, causal=rng.random() < 0.3)
 
 
 @kind("tokens")
-class Sdpa(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.qkv, self.rate = nn.Linear(WIDTH, 3 * WIDTH), rng.choice([0.0, 0.1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.rate if self.training else 0.0)
+def sdpa(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in b.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=b.rate if b.training else 0.0)
         return y.transpose(1, 2).flatten(2)
 
-
-@kind("tokens")
-class Gru(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x)[0]
+    return Of(run, qkv=nn.Linear(WIDTH, 3 * WIDTH), rate=rng.choice([0.0, 0.1]))
 
 
 @kind("tokens")
-class Mixer(nn.Module):
+def gru(rng: Random) -> nn.Module:
+    return Of(lambda b, x: b.gru(x)[0], gru=nn.GRU(WIDTH, WIDTH, batch_first=True))
+
+
+@kind("tokens")
+def mixer(rng: Random) -> nn.Module:
     """Returns a tensor that is not contiguous."""
-
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.mix = nn.Linear(LENGTH, LENGTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x.transpose(1, 2)).transpose(1, 2)
+    return Of(lambda b, x: b.mix(x.transpose(1, 2)).transpose(1, 2), mix=nn.Linear(LENGTH, LENGTH))
 
 
 @kind("image")
-class Conv(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        groups = rng.choice([1, 2, CHANNELS])
-        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=groups, bias=rng.random() < 0.5)
-        self.activation = rng.choice(ACTIVATIONS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.conv(x))
+def conv(rng: Random) -> nn.Module:
+    groups, bias = rng.choice([1, 2, CHANNELS]), rng.random() < 0.5
+    inner = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=groups, bias=bias)
+    return Of(lambda b, x: b.activation(b.conv(x)), conv=inner, activation=rng.choice(ACTIVATIONS))
 
 
 @kind("image")
-class BatchNorm2d(nn.Sequential):
-    def __init__(self, rng: Random) -> None:
-        super().__init__(
-            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
-            nn.BatchNorm2d(CHANNELS, momentum=rng.choice([0.1, None])),
-            nn.ReLU(inplace=rng.random() < 0.5),
-            nn.Conv2d(CHANNELS, CHANNELS, 1),
-            nn.BatchNorm2d(CHANNELS, track_running_stats=rng.random() < 0.7),
-        )
+def batch_norm_2d(rng: Random) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
+        nn.BatchNorm2d(CHANNELS, momentum=rng.choice([0.1, None])),
+        nn.ReLU(inplace=rng.random() < 0.5),
+        nn.Conv2d(CHANNELS, CHANNELS, 1),
+        nn.BatchNorm2d(CHANNELS, track_running_stats=rng.random() < 0.7),
+    )
 
 
 @kind("image")
-class GroupNorm(nn.Sequential):
-    def __init__(self, rng: Random) -> None:
-        super().__init__(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
+def group_norm(rng: Random) -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
 
 
 @kind("image")
-class InstanceNorm(nn.Sequential):
-    def __init__(self, rng: Random) -> None:
-        norm = nn.InstanceNorm2d(CHANNELS, affine=rng.random() < 0.5, track_running_stats=rng.random() < 0.5)
-        super().__init__(norm, nn.Conv2d(CHANNELS, CHANNELS, 1))
+def instance_norm(rng: Random) -> nn.Module:
+    norm = nn.InstanceNorm2d(CHANNELS, affine=rng.random() < 0.5, track_running_stats=rng.random() < 0.5)
+    return nn.Sequential(norm, nn.Conv2d(CHANNELS, CHANNELS, 1))
 
 
 @kind("image")
-class Pooled(nn.Module):
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
-        self.squeeze, self.excite = nn.Linear(CHANNELS, 2), nn.Linear(2, CHANNELS)
+def pooled(rng: Random) -> nn.Module:
+    def run(b: Any, x: Tensor) -> Tensor:
+        gate = b.excite(F.relu(b.squeeze(x.mean((2, 3)))))
+        return x * torch.sigmoid(gate)[..., None, None] + 0.1 * F.max_pool2d(x, 3, 1, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = self.excite(F.relu(self.squeeze(x.mean((2, 3)))))
-        return x * torch.sigmoid(pooled)[..., None, None] + 0.1 * F.max_pool2d(x, 3, 1, 1)
+    return Of(run, squeeze=nn.Linear(CHANNELS, 2), excite=nn.Linear(2, CHANNELS))
 
 
 @kind("image")
-class InPlaceImage(nn.Sequential):
-    def __init__(self, rng: Random) -> None:
-        super().__init__(nn.ReLU(inplace=True), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
+def in_place_image(rng: Random) -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
 
 
 class Residual(nn.Module):

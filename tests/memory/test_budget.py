@@ -18,6 +18,8 @@ from retrograde.memory.modes import MemoryPlan, parse_memory
 from retrograde.memory.schedule import RESERVE, Choice, Track, chain, estimated, within
 from retrograde.reverse.recurrence import Recurrence
 
+FIXED = rg.FixedPoint(20, torch.int32)
+
 
 def layer() -> nn.Module:
     return nn.TransformerEncoderLayer(32, 2, 128, 0.1, batch_first=True, norm_first=True)
@@ -34,7 +36,7 @@ CASES = {
 def budgeted(kind: str, **options: object) -> tuple[rg.MomentumNet, Tensor]:
     """A network and a batch."""
     make, shape = CASES[kind]
-    return rg.MomentumNet(make(), fixed_point=rg.FixedPoint(20, torch.int32), **options), torch.randn(shape)
+    return rg.MomentumNet(make(), fixed_point=FIXED, **options), torch.randn(shape)
 
 
 def links_of(net: rg.MomentumNet) -> list[Choice]:
@@ -96,27 +98,6 @@ def unbudgeted(net: rg.MomentumNet) -> rg.MomentumNet:
     return other
 
 
-@pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("form", ["branch", "block"])
-@pytest.mark.parametrize("verify", ["auto", "strict"])
-def test_every_plan_has_the_same_bits(kind: str, form: str, verify: str) -> None:
-    """Each number of reversed, kept and stored blocks, checked by `verify` as it goes."""
-    net, x = budgeted(kind, form=form, verify=verify)
-    expected = same_in_every_mode(copy.deepcopy(net), x.requires_grad_())
-    depth = len(net.blocks)
-    for r, c in (
-        (0, 3),
-        (1, 1),
-        (1, depth),
-        (2, 5),
-        (depth - 1, depth),
-        (depth - 1, depth - 1),
-        (depth, depth),
-        (0, 0),
-    ):
-        assert_same_bits(expected, train_step(fixed(net, MemoryPlan(r, c - r, depth - c)), x))
-
-
 def fixed(net: rg.MomentumNet, plan: MemoryPlan) -> rg.MomentumNet:
     """The network with a plan of our choice."""
     other = copy.deepcopy(net)
@@ -140,17 +121,6 @@ def test_what_is_run_again() -> None:
     assert [k for k, what in runs if what == "ended"] == list(range(4, -1, -1))
 
 
-def test_a_kept_block_that_writes_to_its_input() -> None:
-    class Writes(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mul_(0.5))
-
-    net, x = rg.MomentumNet([Writes() for _ in range(6)], fixed_point=rg.FixedPoint(20, torch.int32)), torch.randn(3, 8)
-    expected = train_step(fixed(net, MemoryPlan(0, 0, 6)), x)
-    for plan in (MemoryPlan(3, 3, 0), MemoryPlan(0, 6, 0), MemoryPlan(2, 2, 2)):
-        assert_same_bits(expected, train_step(fixed(net, plan), x))
-
-
 def test_frozen_blocks_in_every_place() -> None:
     """What needs no gradient keeps nothing and is run again only to get past it."""
     for frozen in ((0, 1, 2), (3, 4), (9, 10, 11)):
@@ -158,21 +128,13 @@ def test_frozen_blocks_in_every_place() -> None:
         for k in frozen:
             net.blocks[k].requires_grad_(False)
         expected = train_step(fixed(net, MemoryPlan(0, 0, 12)), x)
-        for plan in (
-            MemoryPlan(12, 0, 0),
-            MemoryPlan(4, 8, 0),
-            MemoryPlan(5, 3, 4),
-            MemoryPlan(2, 5, 5),
-            MemoryPlan(1, 0, 11),
-            MemoryPlan(0, 12, 0),
-        ):
-            assert_same_bits(expected, train_step(fixed(net, plan), x))
         net.memory = 10**9
         assert_same_bits(expected, train_step(net, x))
         top = peak(net, x)
         for link in links_of(net)[::-3][::-1]:  # up to the last
             net.memory = int(link.peak * (1 + RESERVE))
             assert peak(net, x) <= net.memory
+            assert_same_bits(expected, train_step(net, x))
         assert top <= net.memory
 
 
@@ -190,22 +152,6 @@ def test_top_blocks_over_kept_inputs_at_gamma_zero() -> None:
     assert replays[0] == 6 > replays[1] > replays[2] > replays[3] == 0
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
-
-
-def test_retain_graph_second_order_and_encode() -> None:
-    net, x = budgeted("mlp", memory=10**9)
-    reference = rg.MomentumNet(copy.deepcopy(net.blocks), memory="store", fixed_point=rg.FixedPoint(20, torch.int32))
-    for n in (fixed(net, MemoryPlan(4, 4, 4)), fixed(net, MemoryPlan(0, 8, 4))):
-        found = []
-        for m in (n, reference):
-            leaf = x.clone().requires_grad_()
-            y = m(leaf).square().sum()
-            (once,) = torch.autograd.grad(y, leaf, retain_graph=True)
-            (twice,) = torch.autograd.grad(y, leaf, create_graph=True)
-            found.append([once, twice.detach(), *torch.autograd.grad(twice.square().sum(), [leaf, *m.parameters()])])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    state = net.encode(x)
-    assert torch.equal(net.inverse(state), state.fixed.decode(state.fixed.encode(x), x.dtype))
 
 
 def test_kinds_of_input_are_planned_apart() -> None:
@@ -263,10 +209,7 @@ def test_the_plan_leaves_no_trace() -> None:
 def test_weights_cast_by_autocast_are_counted() -> None:
     """By the blocks that are stored; narrow batches, so that they weigh."""
     torch.manual_seed(0)
-    net, x = (
-        rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fixed_point=rg.FixedPoint(20, torch.int32), memory=10**9),
-        torch.randn(48, 64),
-    )
+    net, x = (rg.MomentumNet([Mlp(64, 96) for _ in range(10)], fixed_point=FIXED, memory=10**9), torch.randn(48, 64))
     peak(net, x, autocast=True)
     for link in links_of(net)[::3]:
         net.memory = int(link.peak * (1 + RESERVE)) + 1
@@ -313,10 +256,7 @@ def test_blocks_that_need_values_are_measured_in_a_first_pass() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(Opaque.apply(x))
 
-    net, x = (
-        rg.MomentumNet([Block(32, 48) for _ in range(8)], fixed_point=rg.FixedPoint(20, torch.int32), memory=10**9),
-        torch.randn(64, 32),
-    )
+    net, x = (rg.MomentumNet([Block(32, 48) for _ in range(8)], fixed_point=FIXED, memory=10**9), torch.randn(64, 32))
     net(x).sum().backward()
     assert net.plan.mode == "reverse"
     top = peak(net, x)

@@ -29,6 +29,7 @@ from retrograde.memory.schedule import RESERVE, with_reserve
 from retrograde.nets.resnet import Bottleneck, ResNet
 from retrograde.reverse.momentum import Momentum
 
+FIXED = rg.FixedPoint(20, torch.int32)
 IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -187,8 +188,8 @@ def test_a_model_that_keeps_what_it_made() -> None:
 
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(2, 5, 16)
-    other = rg.convert(copy.deepcopy(model), memory="store", fixed_point=rg.FixedPoint(20, torch.int32))
-    rg.convert(model, memory=10**8, fixed_point=rg.FixedPoint(20, torch.int32))
+    other = rg.convert(copy.deepcopy(model), memory="store", fixed_point=FIXED)
+    rg.convert(model, memory=10**8, fixed_point=FIXED)
     assert same(bits(model, x), bits(other, x))
     assert type(model.mask) is Tensor
     assert len(model.seen) == len(other.seen) == 1
@@ -219,8 +220,8 @@ def test_a_stage_that_runs_twice_keeps_the_least() -> None:
             return a * b
 
     torch.manual_seed(0)
-    model, x = rg.convert(Siamese(), memory=10**9, fixed_point=rg.FixedPoint(20, torch.int32)), torch.randn(2, 5, 16)
-    other = rg.convert(rg.revert(copy.deepcopy(model)), memory="store", fixed_point=rg.FixedPoint(20, torch.int32))
+    model, x = rg.convert(Siamese(), memory=10**9, fixed_point=FIXED), torch.randn(2, 5, 16)
+    other = rg.convert(rg.revert(copy.deepcopy(model)), memory="store", fixed_point=FIXED)
     assert same(bits(model, x), bits(other, x))
     assert used(model) == {"encoder.layers.0-11": "reverse"}
 
@@ -260,16 +261,12 @@ def test_a_model_that_needs_values_is_planned_from_its_first_step(head: bool) ->
     blocks, x = nn.Sequential(*(Opaque() for _ in range(12))), torch.randn(1024, 8)
     wide = nn.Sequential(nn.Linear(8, 1500), nn.Tanh(), nn.Linear(1500, 8)) if head else nn.Identity()
     plain = nn.Sequential(blocks, wide)
-    expected = bits(
-        rg.convert(copy.deepcopy(plain), stages=["0.*"], memory="store", fixed_point=rg.FixedPoint(20, torch.int32)), x
-    )
+    expected = bits(rg.convert(copy.deepcopy(plain), stages=["0.*"], memory="store", fixed_point=FIXED), x)
     most = rg.measure(plain, x, repeats=1).peak
     chosen = []
     for factor in (1.1, 2.5):
         budget = int(most * factor)
-        model = rg.convert(
-            copy.deepcopy(plain), stages=["0.*"], memory=budget, fixed_point=rg.FixedPoint(20, torch.int32)
-        )
+        model = rg.convert(copy.deepcopy(plain), stages=["0.*"], memory=budget, fixed_point=FIXED)
         assert same(bits(model, x), expected)
         assert set(used(model).values()) == {"reverse"}
         assert same(bits(model, x), expected)
@@ -277,7 +274,7 @@ def test_a_model_that_needs_values_is_planned_from_its_first_step(head: bool) ->
         assert rg.measure(model, x, repeats=1).peak <= budget
     assert head or chosen[0] != chosen[1]
     assert set(chosen[1].values()) == {"store"}
-    model = rg.convert(copy.deepcopy(plain), stages=["0.*"], memory=1, fixed_point=rg.FixedPoint(20, torch.int32))
+    model = rg.convert(copy.deepcopy(plain), stages=["0.*"], memory=1, fixed_point=FIXED)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     lean = peak_memory(
@@ -343,7 +340,7 @@ def test_what_a_model_keeps_is_not_touched_by_planning() -> None:
         leaf, kept = torch.full((1,), 0.5, requires_grad=True), Kept()
         stages = [nn.Sequential(*[Inside(kept, leaf) for _ in range(6)]) for _ in range(2)]
         model = nn.Sequential(stages[0], nn.Linear(8, 8), stages[1])
-        rg.convert(model, stages=["0", "2"], memory=memory, fixed_point=rg.FixedPoint(20, torch.int32))
+        rg.convert(model, stages=["0", "2"], memory=memory, fixed_point=FIXED)
         for n in (4, 5):
             model(torch.full((n, 8), 0.3)).square().sum().backward()
         assert type(leaf.grad) is type(outside.grad) is type(kept.table) is Tensor
@@ -392,7 +389,7 @@ def test_what_is_left_without_values_is_dropped_or_refused(place: int, kept: str
     parts.insert(place, Scale(kept))
     model = nn.Sequential(*parts)
     stages = [str(k) for k, part in enumerate(parts) if isinstance(part, nn.Sequential)]
-    rg.convert(model, stages=stages, memory=10**9, fixed_point=rg.FixedPoint(20, torch.int32))
+    rg.convert(model, stages=stages, memory=10**9, fixed_point=FIXED)
 
     def steps() -> None:
         for n in (4, 5):

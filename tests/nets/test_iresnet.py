@@ -7,14 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from retrograde.nets.iresnet import (
-    BoundedConv2d,
-    BoundedLinear,
-    IResNet,
-    certified_norm,
-    needed,
-    symbol_norm,
-)
+from retrograde.nets.iresnet import BoundedConv2d, BoundedLinear, IResNet, certified_norm, needed, symbol_norm
 
 
 def convolutional(channels: int = 4, hidden: int = 8) -> nn.Sequential:

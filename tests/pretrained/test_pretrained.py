@@ -72,12 +72,7 @@ def save_llama(root: Path, parts: int = 2) -> dict[str, Tensor]:
         if n != "lm_head.weight"
     }
     for k in range(parts):
-        save(
-            root / f"pretrained/smollm2-{k + 1}.pt",
-            dict(list(state.items())[k::parts]),
-            config=LLAMA,
-            parts=parts,
-        )
+        save(root / f"pretrained/smollm2-{k + 1}.pt", dict(list(state.items())[k::parts]), config=LLAMA, parts=parts)
     return state
 
 
@@ -91,11 +86,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resnet = models.ResNet(models.Bottleneck, [1, 3, 1, 1], width_per_group=4)
     state = {n: t.half() if t.is_floating_point() else t for n, t in resnet.state_dict().items()}
     save(root / "pretrained/resnet50.pt", state, layers=[1, 3, 1, 1], width_per_group=4)
-    save(
-        root / "pretrained/photos.pt",
-        {"pixels": torch.randint(256, (2, 32, 32, 3)).byte()},
-        names=["cat", "rocket"],
-    )
+    save(root / "pretrained/photos.pt", {"pixels": torch.randint(256, (2, 32, 32, 3)).byte()}, names=["cat", "rocket"])
     save_llama(root)
     bert = transformers.BertModel(transformers.BertConfig(**BERT), add_pooling_layer=False)
     save(root / "pretrained/minilm.pt", {n: t.half() for n, t in bert.state_dict().items()}, config=BERT)

@@ -164,31 +164,6 @@ def test_no_leak_over_many_steps(verify: str) -> None:
         gc.enable()
 
 
-def test_peak_of_a_step_does_not_grow_with_depth() -> None:
-    peaks: dict[int, int] = {}
-    for depth in (10, 40):
-        net = rg.MomentumNet([Mlp(32, 32)] * depth, gamma=0.99, memory="reverse")
-        x = torch.randn(256, 32)
-        net(x).sum().backward()
-        peaks[depth] = peak(net, x)
-    assert peaks[40] <= peaks[10] * 1.1
-
-
-def peak(net: rg.MomentumNet, x: torch.Tensor) -> int:
-    largest = 0
-
-    class Watch(Live):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            largest = max(largest, self.bytes(at_least=4096))
-            return out
-
-    with Watch(net, x):
-        net(x).sum().backward()
-    return largest
-
-
 @pytest.mark.parametrize(
     ("dtype", "fixed_point", "each"),
     [

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from ways import assert_equal, begun
 
 import retrograde as rg
 from problems import Mlp, float_recurrence
@@ -22,7 +23,6 @@ from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.widening import shifted, unshifted
-from ways import assert_equal, begun
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
 """It does not matter here: f is of one size, whatever x is."""
