@@ -71,7 +71,6 @@ CONTENDERS: dict[str, Contender] = {
     "random sign": Way("branch", sign=True),
     "random sign, block": Way("block", sign=True),
     "random sign, relu": Way("relu", sign=True),
-    "random sign, mixed": Way("branch", "mixed", sign=True),
     "coupling": Way("coupling"),
     "coupling, checkpoint": Way("coupling", "checkpoint"),
     "plain": Way("residual", "checkpoint"),
@@ -97,13 +96,17 @@ OTHERWISE: dict[str, dict[str, str]] = {
 """What becomes of a hazard where that is something else than with `memory="reverse"`."""
 
 
-@pytest.mark.parametrize(("contender", "name"), [
-    (contender, h.name) for contender in CONTENDERS for h in ALL
-    if contender == "reverse" or not (h.name.startswith("depth_") or ("sign" in contender and h.name == "two_threads"))
-])  # fmt: skip
+def judged(contender: str) -> list[str]:
+    """Long ones once. Two threads share a generator, so that random signs in them are not those of another run."""
+    left = {"depth_200", "depth_1000", "scale_drifts", "gamma_near_one"} if contender != "reverse" else set()
+    left |= {"threads_changed_between"} if contender not in ("reverse", "checkpoint", "converted") else set()
+    return [h.name for h in ALL if h.name not in left | ({"two_threads"} if "sign" in contender else set())]
+
+
+@pytest.mark.parametrize(("contender", "name"), [(c, name) for c in CONTENDERS for name in judged(c)])
 @pytest.mark.filterwarnings("ignore")
 def test_never_silently_wrong(contender: str, name: str) -> None:
-    """Right to the bit, or refused. Two threads share a generator, so that random signs in them are not those of another run."""
+    """Right to the bit, or refused."""
     cell = judge(HAZARDS[name], CONTENDERS[contender])
     expected = OTHERWISE.get(contender, {}).get(name, "raises" if name in REFUSED | SEEN_BY_VERIFY_ONLY else "right")
     allowed = {expected} | ({"right"} if name in COULD_BE_RIGHT else set())
