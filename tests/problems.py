@@ -16,6 +16,22 @@ KNOWN_INSIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 """Whether it is known what oneDNN takes inside of its convolutions and 16-bit products on this CPU (`memory.fake.workspace`)."""
 
 
+class Of(nn.Module):
+    """A module whose forward is a function of itself and its inputs, and what it has: tensors are its buffers."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
 class Mlp(nn.Module):
     """f(x) = W₂ᵀ tanh(W₁x + b), the paper's."""
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from problems import Of
 
 WIDTH, LENGTH, CHANNELS, SIDE = 8, 5, 4, 5
 Factory = Callable[[Random], nn.Module]
@@ -65,22 +66,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.activation(self.inner(x)))
-
-
-class Of(nn.Module):
-    """A block that is a function of itself and x, and has parts: tensors are buffers."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 @kind("vector", "tokens")

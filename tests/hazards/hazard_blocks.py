@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from problems import Of
+
 WIDTH, CHANNELS = 8, 4
 
 
@@ -25,23 +27,14 @@ class Mlp(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
-class Own(Mlp):
-    """An Mlp whose forward is a function of the block and its inputs, with what it keeps; tensors are buffers."""
+class Own(Of):
+    """An Mlp with a forward of its own, and with what it keeps."""
 
-    def __init__(self, body: Callable[..., Tensor], **kept: Any) -> None:
-        super().__init__()
-        self.body = body
-        for name, value in kept.items():
-            if type(value) is Tensor:
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
+    def __init__(self, run: Callable[..., Tensor], **kept: Any) -> None:
+        super().__init__(run, **vars(Mlp())["_modules"], **kept)
 
     def f(self, x: Tensor) -> Tensor:
-        return Mlp.forward(self, x)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.body(self, x, *args, **kwargs)
+        return self.outer(torch.tanh(self.inner(x)))
 
 
 class Attention(nn.Module):
