@@ -157,14 +157,6 @@ def test_copies_are_converted_and_independent(how: str, used: bool) -> None:
     assert call(model).shape == (2, 5, 3)
 
 
-def test_copy_between_forward_and_backward() -> None:
-    model: Any = rg.convert(Model(), memory="reverse")
-    y = call(model)
-    other = copy.deepcopy(model)
-    y.sum().backward()
-    assert step(other, call)["output"].shape == (2, 5, 3)
-
-
 def test_averaged_copies() -> None:
     model: Any = rg.convert(Model(), fixed_point=FIXED)
     average = AveragedModel(model)
@@ -193,53 +185,6 @@ def test_hooks_see_every_block_once_and_change_nothing() -> None:
     forwards = [s for n in "0123" for s in (f"pre {n}", f"post {n}")]
     assert seen[:8] == forwards
     assert sorted(seen[8:]) == sorted(f"{kind} {n}" for n in "0123" for kind in ("back", "before"))
-
-
-@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", "auto", "1GB"])
-@pytest.mark.parametrize("gamma", [0.9, 0])
-@pytest.mark.parametrize("by_example", [False, True])
-def test_the_model_is_called_once_a_step_and_its_blocks_once_in_forward(
-    memory: str, gamma: float, by_example: bool
-) -> None:
-    """Also in the first step; a trial on an example, or a plan within a budget, calls a copy, or nothing that is seen later."""
-    if memory == "reverse" and gamma == 0:
-        pytest.skip("cannot be reversed")
-    model: Any = Counting(100.0)
-    rg.convert(model, X if by_example else None, stages=None if by_example else ["layers"], gamma=gamma, memory=memory)
-    before = model.calls, [layer.calls for layer in model.layers]
-    for step_ in range(1, 4):
-        y = model(X)
-        assert model.calls - before[0] == step_
-        forwards = [layer.calls - was for layer, was in zip(model.layers, before[1], strict=True)]
-        assert set(forwards) == {1}
-        y.sum().backward()
-        before = before[0], [layer.calls for layer in model.layers]
-
-
-class Counting(nn.Module):
-    """Counts its own calls and those of its blocks, which let x grow far beyond the range made for the input; hooks what they give,
-    which cannot be done without gradients."""
-
-    class Layer(nn.Module):
-        def __init__(self, by: float) -> None:
-            super().__init__()
-            self.by, self.calls = nn.Parameter(torch.tensor(by)), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x + self.by * torch.cos(x)
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.layers, self.calls = nn.ModuleList(self.Layer(by) for _ in range(4)), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        for layer in self.layers:
-            x = layer(x)
-            if x.requires_grad:
-                x.register_hook(lambda g: None)
-        return x
 
 
 def test_a_hook_that_replaces_the_output_restarts_the_velocity_and_warns() -> None:
@@ -299,26 +244,6 @@ def test_part_of_a_model() -> None:
     assert_same_bits(step(model, call), found["reverse"])
 
 
-def test_frozen_parameters() -> None:
-    model: Any = Model()
-    for layer in (*model.encoder.layers[:2], model.decoder.layers[1]):
-        layer.requires_grad_(False)
-    found = same_in_reverse(model, verify="strict")
-    assert "gradient encoder.layers.2.linear1.weight" in found
-    assert "gradient encoder.layers.0.linear1.weight" not in found
-    assert not any(p.requires_grad for p in model.encoder.layers[0].parameters())
-
-
-def test_autocast() -> None:
-    def under(model: nn.Module) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return call(model).float()
-
-    plain = step(Model(), under)
-    assert plain["output"].dtype == torch.float32
-    same_in_reverse(Model(), under)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_afterwards(backend: str) -> None:
     model: Any = Model(0.0)
@@ -334,20 +259,6 @@ def test_compiled_afterwards(backend: str) -> None:
     assert torch.equal(
         model.encoder.layers[0].linear1.weight.grad, expected["gradient encoder.layers.0.linear1.weight"]
     )
-
-
-def test_gradient_accumulation_and_two_passes_at_once() -> None:
-    found = {}
-    model: Any = Model(0.0)
-    for mode in ("store", "reverse"):
-        rg.convert(model, memory=mode)
-        model.zero_grad()
-        a, b = model(X), model(X + 1)  # both in flight
-        (a.square().mean() + b.square().mean()).backward()
-        model(X).square().mean().backward()
-        found[mode] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
 
 
 def test_memory_goes_with_the_graph() -> None:

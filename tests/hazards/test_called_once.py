@@ -10,20 +10,22 @@ from torch import Tensor, nn
 
 import retrograde as rg
 
-CALLS: list[str] = []
-
 
 class Block(nn.Module):
+    """Counts its calls, and lets x grow far beyond the range made for the input."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.linear, self.calls = nn.Linear(8, 8), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+        self.calls += 1
+        return x + 100 * torch.tanh(self.linear(x))
 
 
 class Model(nn.Module):
+    """Counts its calls in three ways, and hooks what its blocks give, which cannot be done without gradients."""
+
     def __init__(self) -> None:
         super().__init__()
         self.head, self.blocks = nn.Linear(8, 8), nn.ModuleList([Block() for _ in range(6)])
@@ -42,6 +44,8 @@ class Model(nn.Module):
         x = self.head(x)
         for block in self.blocks:
             x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda g: None)
         return x
 
 
@@ -58,21 +62,30 @@ class Within(nn.Module):
 
 @pytest.mark.parametrize("gamma", [0.9, 1 / 8, rg.RandomSign(1 / 8), 0])
 @pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", "auto", 10**9, "20kB", 1.0])
-@pytest.mark.parametrize("converted", [True, False])
-def test_every_step_calls_the_model_once(converted: bool, memory: Any, gamma: Any) -> None:
+@pytest.mark.parametrize("kind", ["MomentumNet", "converted", "converted by example"])
+def test_every_step_calls_the_model_once_and_its_blocks_once_in_forward(kind: str, memory: Any, gamma: Any) -> None:
+    """A trial on an example, or a plan within a budget, calls a copy, or nothing that is seen later."""
     if memory == "reverse" and gamma == 0:
         pytest.skip("γ = 0 cannot be reversed")
-    model: Any = Model() if converted else Within(memory, gamma)
-    if converted:
+    model: Any = Within(memory, gamma) if kind == "MomentumNet" else Model()
+    x = torch.randn(16, 8)
+    if kind == "converted":
         rg.convert(model, stages=["blocks"], memory=memory, gamma=gamma)
+    elif kind == "converted by example":
+        rg.convert(model, x, memory=memory, gamma=gamma)
+    blocks = [m for m in model.modules() if isinstance(m, Block)]
     outside = [m for m in model.modules() if not isinstance(m, Block | nn.Linear)]
+    tried = 0 if kind == "MomentumNet" else model.count  # by the trial, which puts buffers back
     calls: dict[str, int] = {}
     for k, module in enumerate(outside):
         module.register_forward_pre_hook(lambda *_, k=k: calls.update({f"before {k}": calls.get(f"before {k}", 0) + 1}))
         module.register_forward_hook(lambda *_, k=k: calls.update({f"after {k}": calls.get(f"after {k}", 0) + 1}))
     for steps in range(1, 4):
-        model(torch.randn(16, 8)).square().sum().backward()
+        before = [block.calls for block in blocks]
+        y = model(x)
+        assert [block.calls - was for block, was in zip(blocks, before, strict=True)] == [1] * 6
+        y.square().sum().backward()
         assert set(calls.values()) == {steps}
-        if converted:
-            assert model.count == int(model.steps) == steps
-            assert torch.equal(model.momentum, torch.full((8,), float(steps)))
+        if kind != "MomentumNet":
+            assert model.count - tried == int(model.steps) == steps
+            assert torch.equal(model.momentum, torch.full((8,), float(tried + steps)))

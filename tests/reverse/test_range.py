@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from ways import assert_equal, begun
 
 import retrograde as rg
 from problems import Mlp, float_recurrence
@@ -23,6 +22,7 @@ from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.widening import shifted, unshifted
+from ways import assert_equal, begun
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
 """It does not matter here: f is of one size, whatever x is."""
@@ -467,28 +467,3 @@ def test_the_way_of_looking_changes_no_bit() -> None:
     other = copy.deepcopy(net)
     assert type(other.range.deferred) is Deferred
     assert_equal([later(other, x)], [net(x)])
-
-
-class Notes(nn.Module):
-    """Adds to a list that it is given, and counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), 0
-
-    def forward(self, x: Tensor, notes: list[Tensor]) -> Tensor:
-        self.calls += 1
-        notes.append(x.detach())
-        return 1e6 * torch.tanh(self.linear(x)) * len(notes)
-
-
-@COARSE
-@pytest.mark.parametrize("memory", ["reverse", "checkpoint", "store", "auto"])
-def test_blocks_are_called_once_in_every_forward(memory: str) -> None:
-    """In the first pass, too, and where the range widens."""
-    net = rg.MomentumNet([Notes() for _ in range(4)], memory=memory)
-    for calls in (1, 2):
-        notes: list[Tensor] = []
-        net(torch.randn(2, 4), notes)
-        assert len(notes) == 4
-        assert [block.calls for block in net.blocks] == [calls] * 4
