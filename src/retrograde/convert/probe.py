@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..memory.fake import mode_of
 from ..memory.step import as_call, tensors_of
-from ..reverse.containers import copied_buffers
+from ..reverse.containers import all_at_once, exchanged_buffers
 from .find import Finding, Left, Run, run_of
 
 Edge = tuple[Any, int]
@@ -291,15 +291,16 @@ def _tried_out(model: nn.Module) -> Iterator[None]:
     """Gradients everywhere, nothing kept for them, nothing left behind."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    exchange, put_back = exchanged_buffers(model.modules())
     try:
+        all_at_once(exchange)
         for p in frozen:
             p.requires_grad_()
-        with (
-            torch.random.fork_rng(devices), copied_buffers(model.modules()), torch.enable_grad(),
-            saved_tensors_hooks(lambda _: None, _not_kept),
-        ):  # fmt: skip
+        hooks = saved_tensors_hooks(lambda _: None, _not_kept)
+        with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
             yield
     finally:
+        all_at_once(put_back)
         for p in frozen:
             p.requires_grad_(False)
 

@@ -109,8 +109,7 @@ class CouplingNet(nn.Module):
                 "`encode` of the same network returned."
             )
         held = state.held.copy()
-        with torch.set_grad_enabled(state.grad_mode):
-            run_back(self, list(self.blocks), held, Extra(args, kwargs))
+        run_back(self, list(self.blocks), held, Extra(args, kwargs), state.grad_mode)
         if int(held.hash()) != state.start:
             raise ValueError(
                 "this state did not rewind to its start. It was encoded with other parameters or other extra inputs, or a "

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
 
+all_at_once = deque[Any](maxlen=0).extend
+"""Runs an iterator to its end in one call into C. No signal comes in between where each of its steps is one, too."""
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 
 
@@ -57,15 +58,9 @@ def copied_arguments(
     return copied(args, copies, tensors), {name: copied(value, copies, tensors) for name, value in kwargs.items()}
 
 
-@contextmanager
-def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the modules work on copies of their buffers for a while."""
+def exchanged_buffers(modules: Iterable[nn.Module]) -> tuple[Iterator[Any], Iterator[Any]]:
+    """The calls that give modules copies of their buffers to work on, and those that put the buffers back; for `all_at_once`."""
     own = [m._buffers for m in modules if m._buffers]
-    originals = [dict(entries) for entries in own]
-    try:
-        for entries in own:
-            entries.update({name: b if b is None else b.clone() for name, b in entries.items()})
-        yield
-    finally:
-        for entries, original in zip(own, originals, strict=True):
-            entries.update(original)
+    copies = [{name: b if b is None else b.clone() for name, b in of.items()} for of in own]
+    originals = list(map(dict, own))
+    return map(dict.update, own, copies), map(dict.update, own, originals)

@@ -8,7 +8,6 @@ can be neither read nor set: blocks that draw from one are refused then (`cuda.U
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -18,11 +17,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from .containers import copied
+from .containers import all_at_once, copied
 from .cuda import capturing_on
 
-all_at_once = deque[Any](maxlen=0).extend
-"""Runs an iterator to its end in one call into C. No signal comes in between where each of its steps is one, too."""
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
 Places = tuple[list[tuple[int, int]], list[Tensor]]
 exporting = getattr(torch.compiler, "is_exporting", bool)  # not in torch 2.6

@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import ReplayError
-from .containers import copied, copied_arguments
+from .containers import all_at_once, copied, copied_arguments
 from .cuda import Undrawn
-from .extra import Extra, all_at_once, autocast_put, autocast_state, shared
+from .extra import Extra, autocast_put, autocast_state, shared
 from .heap import give_back
 from .inside import saved_so_far
 from .parts import Memo, parts_of
