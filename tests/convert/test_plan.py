@@ -347,6 +347,29 @@ def test_a_model_that_looks_at_its_mask() -> None:
     assert plan.peaks["auto"].peak < plan.peaks["plain"].peak
 
 
+def test_a_cache_with_tensors_of_its_own() -> None:
+    """A sliding window is one; it has no values in a plan."""
+    config = hf.MistralConfig(**SMALL, sliding_window=4)
+    plan = rg.plan(hf.MistralForCausalLM(config).train(), {"input_ids": torch.arange(2, 22).view(2, 10)})
+    assert len(plan.stages) == 1
+
+
+def test_a_model_that_cannot_be_run_without_values() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x[x[:, 0, 0].nonzero()[:, 0]])
+            return y
+
+    model, x = Sorted(), torch.randn(8, 8, 32)
+    with pytest.raises(RuntimeError, match=r"Sorted failed in a step on tensors without values.*rg\.measure"):
+        rg.plan(model, x)
+    rg.convert(model, memory=10**9)(x).sum().backward()
+
+
 class Dropped(nn.Module):
     """Leaves layers out while it is trained."""
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..memory.fake import is_fake
 from ..reverse.extra import Extra
 
 
@@ -21,11 +20,11 @@ class Spare:
     """A cache of which every run of a block gets a copy."""
 
     def __init__(self, cache: Any) -> None:
-        self.cache = copy.deepcopy(cache)
+        self.cache = _copied(cache)
 
     @staticmethod
     def of(value: Any) -> Any:
-        return copy.deepcopy(value.cache) if isinstance(value, Spare) else value
+        return _copied(value.cache) if isinstance(value, Spare) else value
 
 
 def with_spares(extra: Extra, path: str) -> Extra:
@@ -39,11 +38,6 @@ def with_spares(extra: Extra, path: str) -> Extra:
                 f"{path} was given a key-value cache with something in it while gradients are recorded. A block that writes to "
                 "a cache cannot be run again in backward: pass use_cache=False and no past_key_values, or convert with memory='store'."
             )
-        inside = (v for layer in getattr(value, "layers", ()) for v in vars(layer).values())
-        if any(map(is_fake, inside)):
-            raise TypeError(
-                f"{path} was given a key-value cache that cannot be copied without values: pass use_cache=False."
-            )
         return Spare(value)
 
     return _mapped(spare, extra)
@@ -51,20 +45,18 @@ def with_spares(extra: Extra, path: str) -> Extra:
 
 def spared(extra: Extra) -> Extra:
     """Extra inputs for a run that is to leave no trace in a key-value cache."""
-
-    def copied(value: Any) -> Any:
-        if not _is_cache(value):
-            return value
-        tensors = {id(t): t.clone() for t in _tensors_in(value)}  # deepcopy refuses those with a gradient
-        return copy.deepcopy(value, tensors)
-
-    return _mapped(copied, extra)
+    return _mapped(lambda value: _copied(value) if _is_cache(value) else value, extra)
 
 
 def _mapped(function: Callable[[Any], Any], extra: Extra) -> Extra:
     if not any(map(_is_cache, (*extra.args, *extra.kwargs.values()))):
         return extra
     return Extra(tuple(map(function, extra.args)), {name: function(value) for name, value in extra.kwargs.items()})
+
+
+def _copied(cache: Any) -> Any:
+    """A copy, of its tensors too: deepcopy refuses those with a gradient, and those without values."""
+    return copy.deepcopy(cache, {id(t): t.clone() for t in _tensors_in(cache)})
 
 
 def _is_cache(value: Any) -> bool:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -253,14 +254,14 @@ def plan(
     check_example(example)
     check_settings(settings, model, example)
     args, kwargs = as_call(example)
-    with fake_copy(model, args, kwargs, guesses=True) as fake:
+    with _a_copy(model, args, kwargs) as fake:
         finding = look(fake.model, fake.kwargs or fake.args, stages, form, split)
     tried = trial(model, example, finding, settings, autocast) if isinstance(gamma, str) else None
     if tried is not None:
         settings = replace(settings, gamma=tried.nearest())
 
     def step(way: Settings, plans: Mapping[str, MemoryPlan] | None = None) -> _Way:
-        with fake_copy(model, args, kwargs, guesses=True) as fake:
+        with _a_copy(model, args, kwargs) as fake:
             place(fake.model, finding, way)
             placed = stages_of(fake.model)
             kept = _watch(fake, finding)
@@ -306,6 +307,19 @@ def plan(
         ),
         room=room,
     )
+
+
+@contextmanager
+def _a_copy(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Copy]:
+    """A copy of the model without values, to run. Says what to do if it cannot be run."""
+    try:
+        with fake_copy(model, args, kwargs, guesses=True) as fake:
+            yield fake
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{type(model).__name__} failed in a step on tensors without values, by which memory is predicted ({type(error).__name__}: "
+            f"{error}). If it runs on this example, rg.measure(model, example) measures it, before and after rg.convert."
+        ) from error
 
 
 @dataclass
