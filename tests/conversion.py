@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import retrograde as rg
+from problems import assert_same_bits
 from retrograde.convert.block import place_of
+
+MODES = ("store", "reverse", "checkpoint")
 
 
 def step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
@@ -26,6 +30,18 @@ def step(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Ten
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
     return found
+
+
+def converted_in(
+    modes: Sequence[str], model: nn.Module, call: Callable[[nn.Module], Tensor], example: Any = None, **options: Any
+) -> dict[str, Tensor]:
+    """What a step of the model gives, converted to each of these modes with the same bits. It is put back afterwards."""
+    found = {}
+    for mode in modes:
+        found[mode] = step(rg.convert(model, example, memory=mode, **options), call)
+        rg.revert(model)
+        assert_same_bits(found[modes[0]], found[mode])
+    return found[modes[0]]
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

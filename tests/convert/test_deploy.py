@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, fixed, hf, ids, timm, tv
+from architectures import ARCHITECTURES, SMALL, fixed, hf, ids, timm, tv
 from torch import Tensor, nn
 
 import retrograde as rg
@@ -190,22 +190,6 @@ class Logits(nn.Module):
         return logits
 
 
-GPT2: Any = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 40,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA: Any = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
 SHIPPED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "resnet": (
         lambda: tv.resnet.ResNet(tv.resnet.Bottleneck, (3, 1, 1, 1), num_classes=5, width_per_group=4),
@@ -215,8 +199,8 @@ SHIPPED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2, num_heads=2),
         fixed(2, 3, 32, 32),
     ),
-    "gpt2": (lambda: Logits(hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))), ids(2, 7)),
-    "llama": (lambda: Logits(hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))), ids(2, 7)),
+    "gpt2": (lambda: Logits(hf.GPT2LMHeadModel(hf.GPT2Config(**SMALL | {"num_hidden_layers": 2}))), ids(2, 7)),
+    "llama": (lambda: Logits(hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL | {"num_hidden_layers": 3}))), ids(2, 7)),
 }
 
 

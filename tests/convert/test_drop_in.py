@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import retrograde as rg
-from conversion import anatomy, step
+from conversion import MODES, anatomy, converted_in, step
 from problems import assert_same_bits
 from retrograde.convert.convert import stages_of
 from retrograde.extras import require
@@ -48,13 +48,7 @@ def call(model: nn.Module) -> Tensor:
 
 def same_in_reverse(model: nn.Module, run: Callable[[nn.Module], Tensor] = call, **options: Any) -> dict[str, Tensor]:
     """A step of the model converted to each of two modes, compared."""
-    found = {}
-    for mode in ("store", "reverse"):
-        rg.convert(model, memory=mode, **options)
-        found[mode] = step(model, run)
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
-    return found["reverse"]
+    return converted_in(MODES[:2], model, run, **options)
 
 
 def test_the_same_parameters_and_an_optimizer_made_before() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, PAIR, SEQ, TOKENS, hf
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
-from conversion import step
+from conversion import MODES, converted_in, step
 from problems import assert_same_bits
 
 
@@ -44,13 +44,8 @@ def test_generation_with_a_cache_gives_the_tokens_of_one_without(family: str) ->
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Bloom"])
 def test_training_with_the_cache_left_on(family: str) -> None:
-    model, found = make(family, use_cache=True), {}
-    for mode in ("store", "reverse", "checkpoint"):
-        rg.convert(model, memory=mode)
-        found[mode] = step(model, lambda m: m(**TOKENS).logits)
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
+    model = make(family, use_cache=True)
+    converted_in(MODES, model, lambda m: m(**TOKENS).logits)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -73,15 +68,10 @@ def test_what_makes_the_initial_velocity_leaves_the_cache_alone(attention: str) 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_training_from_an_initial_velocity_with_the_cache_left_on(padded: bool) -> None:
-    model, found = make("Llama", use_cache=True), {}
+    model = make("Llama", use_cache=True)
     mask = torch.ones_like(TOKENS["input_ids"])
     mask[0, :3] = 1 - int(padded)
-    for mode in ("store", "reverse", "checkpoint"):
-        rg.convert(model, memory=mode, velocity="first")
-        found[mode] = step(model, lambda m: m(TOKENS["input_ids"], attention_mask=mask).logits)
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
-    assert_same_bits(found["store"], found["checkpoint"])
+    converted_in(MODES, model, lambda m: m(TOKENS["input_ids"], attention_mask=mask).logits, velocity="first")
 
 
 def test_a_filled_cache_while_gradients_are_recorded_is_refused() -> None:
@@ -138,13 +128,8 @@ def test_masks_reach_the_blocks() -> None:
 
 
 def test_encoder_gets_gradients_through_the_decoder() -> None:
-    model, found = make("Bart"), {}
-    for mode in ("store", "reverse"):
-        rg.convert(model, memory=mode, verify="strict")
-        found[mode] = step(model, lambda m: m(**PAIR)[0])
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
-    assert found["reverse"]["gradient encoder.layers.0.fc1.weight"].abs().sum() > 0
+    found = converted_in(MODES, make("Bart"), lambda m: m(**PAIR)[0], verify="strict")
+    assert found["gradient encoder.layers.0.fc1.weight"].abs().sum() > 0
 
 
 def test_dropped_layers() -> None:
@@ -168,9 +153,4 @@ def test_shared_layers_of_albert() -> None:
         max_position_embeddings=40, hidden_dropout_prob=0.1,
     )  # fmt: skip
     model: nn.Module = hf.AlbertModel(config).train()
-    found: dict[str, dict[str, Tensor]] = {}
-    for mode in ("store", "reverse"):
-        rg.convert(model, {"input_ids": TOKENS["input_ids"]}, memory=mode)
-        found[mode] = step(model, lambda m: m(TOKENS["input_ids"])[0])
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
+    converted_in(MODES, model, lambda m: m(TOKENS["input_ids"])[0], {"input_ids": TOKENS["input_ids"]})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import fixed, hf, ids, timm, tv
+from architectures import SMALL, VISION, fixed, hf, ids, timm, tv
 from torch import Tensor, nn
 
 import retrograde as rg
@@ -256,13 +256,6 @@ def test_files(name: str, tmp_path: Path) -> None:
 
 # transformers ----------------------------------------------------------------------------------------------------------
 
-SMALL: Any = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
 TOKENS = ids(2, 7)
 SAVED = {"blocks": "model.layers.0-3", "gamma": "1/4", "form": "block", "velocity": None}
 
@@ -347,15 +340,8 @@ def test_the_entry_follows_gamma() -> None:
 
 def test_several_models_in_one(tmp_path: Path) -> None:
     """A wrapper, a config within a config."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "image_size": 32,
-        "patch_size": 8,
-    }
-    config = hf.CLIPConfig(projection_dim=16, text_config={**SMALL, "num_hidden_layers": 2}, vision_config=vision)
+    parts = {"text_config": {**SMALL, "num_hidden_layers": 2}, "vision_config": {**VISION, "num_hidden_layers": 3}}
+    config = hf.CLIPConfig(projection_dim=16, **parts)
     model = rg.convert(hf.CLIPModel(config), gamma=0.25)
     blocks = [record["blocks"] for record in model.config.retrograde["stages"]]
     model.save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES
 from torch import Tensor, nn
 
 import retrograde as rg
-from conversion import anatomy, compile_blocks, step
+from conversion import MODES, anatomy, compile_blocks, converted_in, step
 from problems import assert_same_bits
 from retrograde.convert.convert import stages_of
 from retrograde.convert.find import find
@@ -25,34 +25,15 @@ from retrograde.memory.step import as_call
 
 hf = require("transformers")
 
-SPLIT = {
-    "torchvision vit": 2,
-    "torchvision swin": 2,
-    "timm vit_tiny": 2,
-    "timm beit_base": 2,
-    "timm xcit_nano_12_p16": 3,
-    "timm swin_tiny": 2,
-    "timm mixer": 2,
-    "transformers ModernBert": 2,
-    "transformers GPT2": 2,
-    "transformers GPTNeo": 2,
-    "transformers OPT": 2,
-    "transformers Llama": 2,
-    "transformers Mistral": 2,
-    "transformers Qwen2": 2,
-    "transformers Qwen3": 2,
-    "transformers Gemma2": 2,
-    "transformers Gemma3": 2,
-    "transformers Phi3": 2,
-    "transformers Mixtral": 2,
-    "transformers ViT": 2,
-    "transformers Dinov2": 2,
-    "transformers CLIP": 2,
-    "transformers Swin": 2,
-    "transformers Whisper": 2,
-    "torch encoder, pre-norm batch first": 2,
-    "torch decoder, pre-norm time first": 3,
-}
+IN_TWO = (
+    "torchvision vit", "torchvision swin", "timm vit_tiny", "timm beit_base", "timm swin_tiny", "timm mixer",
+    "transformers ModernBert", "transformers GPT2", "transformers GPTNeo", "transformers OPT", "transformers Llama",
+    "transformers Mistral", "transformers Qwen2", "transformers Qwen3", "transformers Gemma2", "transformers Gemma3",
+    "transformers Phi3", "transformers Mixtral", "transformers ViT", "transformers Dinov2", "transformers CLIP",
+    "transformers Swin", "transformers Whisper", "torch encoder, pre-norm batch first",
+)  # fmt: skip
+IN_THREE = ("timm xcit_nano_12_p16", "torch decoder, pre-norm time first")
+SPLIT = dict.fromkeys(IN_TWO, 2) | dict.fromkeys(IN_THREE, 3)
 WHOLE = {
     "transformers GPTJ": "it does not add to x twice",
     "transformers Phi": "it does not add to x twice",
@@ -72,17 +53,9 @@ def test_same_network_in_more_steps(name: str) -> None:
     plain, before = step(model, call), anatomy(model)
     layer = dict(model.named_modules())[find(model).blocks[0]]
     assert parts_of(layer).steps == SPLIT[name]
-    found = {}
-    for mode in ("store", "reverse", "checkpoint"):
-        rg.convert(model, gamma=1 / 8, memory=mode, split=True, verify="strict")
-        found[mode] = step(model, call)
-        rg.revert(model)
-        assert_same_bits(found["store"], found[mode])
-    rg.convert(model, gamma=1 / 8, memory="store")
-    assert not torch.equal(
-        step(model, call)["output"], found["store"]["output"]
-    )  # another network than with whole layers
-    rg.revert(model)
+    split = converted_in(MODES, model, call, gamma=1 / 8, split=True, verify="strict")
+    whole = converted_in(["store"], model, call, gamma=1 / 8)
+    assert not torch.equal(whole["output"], split["output"])
     rg.convert(model, gamma=0, memory="checkpoint", split=True)
     assert_same_bits(step(model, call), plain)
     rg.revert(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from conversion import anatomy, step
+from conversion import MODES, anatomy, converted_in, step
 from problems import Of, assert_same_bits
 from retrograde.convert.convert import look, stages_of
 
@@ -167,13 +167,9 @@ def test_block_repeated_runs_as_one_stage() -> None:
     model = repeated()
     finding = look(model, X)
     assert [(run.blocks, run.steps) for run in finding.runs] == [(("block",) * 5, 5)]
-    found = {}
-    for mode in ("store", "reverse"):
-        found[mode] = step(rg.convert(model, X, memory=mode), lambda m: m(X))
-        rg.revert(model)
-    assert_same_bits(found["store"], found["reverse"])
+    found = converted_in(MODES, model, lambda m: m(X), X)
     net = rg.MomentumNet([copy.deepcopy(model.block)] * 5, gamma=1 / 8, form="block", memory="store")
-    assert torch.equal(net(X).detach(), found["store"]["output"])
+    assert torch.equal(net(X).detach(), found["output"])
 
 
 def test_a_loop_is_the_momentum_network_of_its_blocks() -> None:
@@ -185,12 +181,8 @@ def test_a_loop_is_the_momentum_network_of_its_blocks() -> None:
 
 def test_gradients_reach_arguments_of_the_blocks() -> None:
     model = looped()
-    found = {}
-    for mode in ("store", "reverse"):
-        found[mode] = step(rg.convert(model, X, memory=mode), lambda m: m(X))
-        rg.revert(model)
-    assert found["reverse"]["gradient shifts"].abs().min() > 0
-    assert torch.equal(found["store"]["gradient shifts"], found["reverse"]["gradient shifts"])
+    found = converted_in(MODES, model, lambda m: m(X), X)
+    assert found["gradient shifts"].abs().min() > 0
 
 
 def test_x_changed_in_place_between_blocks_starts_anew() -> None:

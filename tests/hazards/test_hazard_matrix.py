@@ -1,6 +1,9 @@
 """Our column of the hazard matrix: nothing is silently wrong, and whatever raises says what to do."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +149,11 @@ def test_there_are_enough_hazards_and_each_has_a_line() -> None:
     assert len(ALL) >= 60
     assert {h.theme for h in ALL} == set(THEMES)
     assert all(h.text and "\n" not in h.text and not h.text.endswith(".") for h in ALL)
+
+
+def test_the_script_that_writes_the_page_finds_what_it_needs() -> None:
+    script = Path(__file__).with_name("write_page.py")
+    assert subprocess.run([sys.executable, str(script), "--help"], capture_output=True, check=False).returncode == 0
 
 
 class Halved(Contender):

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from collections import Counter
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from hazard_contenders import PEERS, Retrograde, contenders
