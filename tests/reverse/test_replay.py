@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from problems import Mlp
+from problems import Mlp, Of
 from retrograde.reverse.cuda import SameThread
 from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
-from ways import assert_equal, begun
+from ways import begun, given, network
 
 REPLAYING = ["reverse", "checkpoint"]
 
@@ -124,34 +124,28 @@ def test_an_interrupted_step_is_not_gone_on_from(step: str, at: int) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("memory", REPLAYING)
-def test_backward_twice_without_retain_graph_changes_no_gradient(memory: str) -> None:
-    net = rg.MomentumNet([Mlp() for _ in range(4)], memory=memory)
-    loss = net(torch.randn(3, 8)).sum()
-    loss.backward()
-    before = [p.grad.clone() for p in net.parameters()]
-    with pytest.raises(RuntimeError, match=r"retain_graph|second time"):
-        loss.backward()
-    assert_equal([p.grad for p in net.parameters()], before)
+class Greedy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.mul_(0.5)
 
 
-def test_a_gradient_changed_in_place_inside_of_backward_is_refused() -> None:
-    class Greedy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+def doubled(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
+    return x
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g.mul_(0.5)
 
-    class Block(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return Greedy.apply(super().forward(x))
-
-    net = rg.MomentumNet([Block() for _ in range(4)], memory="reverse")
+@pytest.mark.parametrize("change", [Greedy.apply, doubled])
+@pytest.mark.parametrize(("scheme", "options"), [("branch", {}), ("branch", {"velocity": "first"}), ("coupling", {})])
+def test_a_gradient_changed_in_place_inside_of_a_block_is_refused(scheme: str, options: Any, change: Any) -> None:
+    blocks = [Of(lambda block, x: change(block.f(x)), f=nn.Linear(4, 4)) for _ in range(4)]
+    net, x = network(scheme, blocks, memory="reverse", **options), given(scheme, torch.randn(2, 4))
     with pytest.raises(rg.ReplayError, match="changed in place inside a block's backward pass"):
-        net(torch.randn(3, 8)).sum().backward()
+        net(x.requires_grad_()).square().sum().backward()
 
 
 # threads ---------------------------------------------------------------------------------------------------------------
