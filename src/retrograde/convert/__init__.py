@@ -6,8 +6,8 @@ saved.py          γ in the config of a transformers model
 deploy.py         deploy: the converted model in floats
 split.py          a layer in parts: attention and MLP as steps of their own; sums: where it adds to x
 stage.py          a run of blocks as one momentum network, driven by the model's own loop
-block.py          one converted block: the same object, another class
-own.py            its own forward, as the steps of a stage call it; caches: key-value caches, a copy for each run
+block.py          one converted block: the same object, another class, and its own forward as steps call it
+caches.py         key-value caches, a copy for each run of a block
 next_x.py         how a block knows the x that the one before handed on; branch: what blocks of form "branch" return
 find.py           which blocks: by what is known of their classes, or by name
 adapters.py       what is known of the classes of torchvision, timm, transformers and PyTorch

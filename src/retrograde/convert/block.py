@@ -7,6 +7,7 @@ Nothing is added to the module tree, so parameters, buffers, hooks, names and `s
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,10 @@ from ..nets.floats import Giver
 from ..nets.relu import branch_of, hooks_on_every_module
 from ..reverse.extra import Extra
 from ..reverse.inputs import check_input
-from .caches import with_spares
+from .caches import Spare, with_spares
 from .checkpointing import directly, outside_checkpoints
-from .own import Own
-from .split import Part, Parts, parts_of
+from .split import Part, parts_now
 from .stage import Stage
-from .sums import Whole
 
 PLACE = "_retrograde_place"
 
@@ -40,6 +39,58 @@ class Place:
     steps: int = 1  # how many it takes: of a layer in parts, several
     compile: dict[str, Any] | None = None  # options of torch.compile for the block's own code
     givers: tuple[Giver, ...] = ()  # of its steps, where it is deployed
+
+
+class Own:
+    """A converted block's own forward, with x first and one tensor out.
+
+    What the block returns besides (attention weights, a position bias) is kept from its first run.
+
+    Args:
+        forward: its own, or f of relu(x + f(x)).
+        keyword: the name by which the block was given x; None: by its place.
+        whole: it is its own though the steps would form relu(x + f) themselves.
+        uses: what it uses of the block, the submodules that it may run among them; None: perhaps everything.
+    """
+
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], keyword: str | None, whole: bool = False,
+        uses: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.block = block
+        self.forward = forward
+        self.keyword = keyword
+        self.whole = whole
+        self.uses = uses
+        self.out: Any = None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tuple(map(Spare.of, args)), {name: Spare.of(value) for name, value in kwargs.items()}
+        if self.keyword is not None:
+            kwargs[self.keyword] = x
+        else:
+            args = (x, *args)
+        out = self.forward(self.block, *args, **kwargs)
+        if isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
+            if self.out is None:
+                self.out = (type(out), out[1:])
+            return out[0]
+        return out
+
+    def with_x(self, x: Tensor) -> Any:
+        """What the block returned in its first run, with this x."""
+        if self.out is None:
+            return x
+        kind, rest = self.out
+        self.out = ()
+        return kind((x, *rest)) if kind in (tuple, list) else kind(x, *rest)
+
+    def modules(self) -> Iterator[nn.Module]:
+        own = vars(self.block)
+        if self.uses is None or any(name in own and hasattr(type(self.block), name) for name in self.uses):
+            return self.block.modules()  # a method that was replaced on the object may use anything
+        used = [module for name, module in self.block._modules.items() if name in self.uses and module is not None]
+        return iter(dict.fromkeys((self.block, *(inside for module in used for inside in module.modules()))))
 
 
 class Derived:
@@ -152,25 +203,8 @@ def run_in_parts(block: Any, place: Place, x: Tensor, extra: Extra) -> Any:
             own, place.index + k, f"{place.path} (step {k + 1})", x, Extra(args, kwargs), stage.alone(block, x)
         )
 
-    return now_in_parts(block, place).walk(take, block, x, extra.args, extra.kwargs)
-
-
-def now_in_parts(block: Any, place: Place) -> Parts:
-    """The parts of a layer; raise if they are others than when it was converted."""
-    try:
-        parts = parts_of(block, block._retrograde_class)
-    except Whole as why:
-        raise RuntimeError(
-            f"{place.path} was split when it was converted, and cannot be any more: {why}. {_AGAIN}"
-        ) from why
-    if parts.steps != place.steps:
-        raise RuntimeError(
-            f"{place.path} was {place.steps} steps when it was converted, and is {parts.steps} now. {_AGAIN}"
-        )
-    return parts
-
-
-_AGAIN = "rg.revert(model) and rg.convert it again after such a change."
+    parts = parts_now(block, block._retrograde_class, place.steps, place.path)
+    return parts.walk(take, block, x, extra.args, extra.kwargs)
 
 
 _compiled: dict[tuple[Any, str], Any] = {}

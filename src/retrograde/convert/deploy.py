@@ -26,6 +26,7 @@ from ..reverse.parts import version
 from ..reverse.range import holders
 from . import block as blocks
 from .schedule import unschedule
+from .split import parts_now
 from .stage import Stage
 
 HANDED = "_retrograde_handed"
@@ -54,7 +55,7 @@ class Deployed(blocks.Step):
         x: Tensor = args[0] if args else kwargs[place.keyword]
         if place.steps > 1:
             kwargs.pop("" if args else place.keyword, None)
-            return blocks.now_in_parts(self, place).walk(
+            return parts_now(self, self._retrograde_class, place.steps, place.path).walk(
                 lambda k, part, x, given, more: run_step(place, k, x, lambda x: part.run(self, x, *given, **more)),
                 self, x, args[1:], kwargs,
             )  # fmt: skip

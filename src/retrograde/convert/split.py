@@ -134,6 +134,18 @@ def parts_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Parts:
     return parts
 
 
+def parts_now(block: nn.Module, cls: type[nn.Module], steps: int, path: str) -> Parts:
+    """The parts of a converted layer; raise if they are others than when it was converted."""
+    again = "rg.revert(model) and rg.convert it again after such a change."
+    try:
+        parts = parts_of(block, cls)
+    except Whole as why:
+        raise RuntimeError(f"{path} was split when it was converted, and cannot be any more: {why}. {again}") from why
+    if parts.steps != steps:
+        raise RuntimeError(f"{path} was {steps} steps when it was converted, and is {parts.steps} now. {again}")
+    return parts
+
+
 def steps_of(block: nn.Module) -> tuple[int, str]:
     """How many steps a layer is, and why it is left whole if it is."""
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,10 @@ from .branch import Branch
 from .caches import spared
 from .checkpointing import REENTRANT
 from .next_x import FSDP2, Open, OpenPasses, Unseen, Waiting, handed_on
-from .own import Own
 from .probe import edge_of, skips
+
+if TYPE_CHECKING:
+    from .block import Own
 
 
 @dataclass(frozen=True)
