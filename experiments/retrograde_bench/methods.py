@@ -206,7 +206,7 @@ def _applies(options: Ours, case: Case) -> bool:
         return False
     if options.form == "branch" and case.images:
         return False
-    return options.fixed_point == "auto" or case.autocast is not None
+    return options.fixed_point != "int16" or case.autocast is not None
 
 
 def _stacked(setup: Setup, options: Ours, memory: str | int) -> nn.Module:
@@ -220,7 +220,7 @@ def _stacked(setup: Setup, options: Ours, memory: str | int) -> nn.Module:
         share = memory
         if isinstance(memory, int):
             share = int(memory * stage.size * len(stage.blocks) / setup.network.activations)
-        settings = momentum_options(share, options.fixed_point, options.verify)
+        settings = momentum_options(share, _fixed(options), options.verify)
         return rg.MomentumNet(blocks, _gamma(setup, options), form=options.form, **settings)
 
     return assembled(setup.network, stack, _heads(memory))
@@ -232,8 +232,12 @@ def _converted(setup: Setup, options: Ours, memory: str | int) -> nn.Module:
         raise ValueError("by=convert takes blocks as they are: leave form= and blocks= out.")
     model = assembled(setup.network, lambda stage: Chain([copy.copy(b) for b in stage.blocks], run), _heads(memory))
     stages = [f"{i}.blocks" for i, part in enumerate(model.children()) if isinstance(part, Chain) and part.call is run]
-    settings = momentum_options(memory, options.fixed_point, options.verify)
+    settings = momentum_options(memory, _fixed(options), options.verify)
     return rg.convert(model, gamma=_gamma(setup, options), stages=stages, **settings)
+
+
+def _fixed(options: Ours) -> str | tuple[int, torch.dtype]:
+    return (16, torch.int32) if options.fixed_point == "given" else options.fixed_point
 
 
 def _gamma(setup: Setup, options: Ours) -> float:

