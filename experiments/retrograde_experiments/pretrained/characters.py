@@ -1,6 +1,6 @@
 """A small GPT over characters: trained on Shakespeare's plays, then fine-tuned on Milton as a momentum network, to be the plain one.
 
-It takes minutes on a CPU. Loss in nats a character on text that no training has seen, as itself and, by `rg.revert`, as the plain network:
+It takes minutes on a CPU. Loss in nats a character on text that no training has seen, as itself and, by `rg.revert`, plain:
 
 poem       fine-tuned: on the end of Paradise Lost, before and after
 scratch    trained on the plays as a momentum network from the first step: on the end of the plays
@@ -61,8 +61,8 @@ class Config(Settings):
     def setting(self) -> str:
         return (
             f"{self.depth} layers of width {self.width}, rows of {self.length} characters; {self.trained} steps of {self.batch} rows "
-            f"of nine tenths of Shakespeare's plays, AdamW, rate {self.rate:g} falling to 0; then {self.steps} steps of nine tenths of Paradise Lost, "
-            f"rate {self.tuned_rate:g} falling to 0, for each seed from the same weights; falling: γ falls over the last "
+            f"of nine tenths of Shakespeare's plays, AdamW, rate {self.rate:g} falling to 0; then {self.steps} steps of nine "
+            f"tenths of Paradise Lost, rate {self.tuned_rate:g} falling to 0, for each seed from the same weights; falling: γ falls over the last "
             f"{100 * FALL:.0f} % of them. Tested on {self.rows} rows of the last tenth of either; {self.seeds} seed(s)."
         )
 
@@ -104,7 +104,9 @@ def measure(config: Config, unit: Key, device: torch.device, root: Path) -> dict
         to_be_plain(net, unit, config.memory)
         values = trained_on(config, net, texts["plays"], unit, config.trained, config.rate, seed)
     else:
-        chosen = dataclasses.replace(config, gammas=(), scratch_gammas=(), ways=())  # what the first training depends on
+        chosen = dataclasses.replace(
+            config, gammas=(), scratch_gammas=(), ways=()
+        )  # what the first training depends on
         net, held = copy.deepcopy(on_plays(chosen, seed, device, root)), texts["poem_test"]
         to_be_plain(net, unit, config.memory)
         values = {"before": tested(config, net, held, device)}

@@ -91,11 +91,11 @@ def units(config: Config) -> list[Key]:
     gammas = {"language": config.gammas, "lora": config.lora_gammas, "sentences": config.gammas}
     for task in config.tasks:
         points = deployed(gammas[task], config.ways)
-        found += [{"task": task, **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
+        found += [{"task": task, **with_seed(point, seed)} for point in points for seed in range(config.seeds)]
     if "language" in config.tasks:
         long = {"task": "language", "steps": config.long}
         points = deployed(config.long_gammas, config.ways)
-        found += [{**long, **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
+        found += [{**long, **with_seed(point, seed)} for point in points for seed in range(config.seeds)]
     return found
 
 
@@ -131,7 +131,9 @@ def _language(config: Config, unit: Key, device: torch.device, root: Path) -> di
 def with_lora(net: nn.Module, rank: int) -> nn.Module:
     """The network with low-rank matrices beside every linear layer but the head; all else is frozen."""
     peft = require("peft")
-    made: nn.Module = peft.get_peft_model(net, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    made: nn.Module = peft.get_peft_model(
+        net, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    )
     return made
 
 

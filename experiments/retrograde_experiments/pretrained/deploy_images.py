@@ -77,7 +77,11 @@ class Config(Settings):
         )
 
     def of_cifar(self, unit: Key) -> cifar_transfer.Config:
-        epochs, rate = (self.scratch_epochs, self.scratch_rate) if unit["task"] == "scratch" else (self.cifar_epochs, self.cifar_rate)
+        epochs, rate = (
+            (self.scratch_epochs, self.scratch_rate)
+            if unit["task"] == "scratch"
+            else (self.cifar_epochs, self.cifar_rate)
+        )
         return cifar_transfer.Config(
             epochs=epochs, batch=self.cifar_batch, rate=rate, train_images=self.cifar_train,
             test_images=self.cifar_test, seed=unit["seed"],
@@ -88,7 +92,7 @@ def units(config: Config) -> list[Key]:
     found: list[Key] = []
     for task, gammas in (("hymenoptera", config.gammas), ("cifar", config.gammas), ("scratch", config.scratch_gammas)):
         points = deployed(gammas, config.ways)
-        found += [{"task": task, **with_seed(point, seed)} for seed in range(config.seeds) for point in points]
+        found += [{"task": task, **with_seed(point, seed)} for point in points for seed in range(config.seeds)]
     return found
 
 

@@ -187,14 +187,17 @@ def _deploy(records: Records) -> str:
             length = f", {steps} steps" if steps else ""
             found = [r for r in mine if r.key.get("steps") == steps]
             out += [f"**{name}**{length}: {what}, {OVER_SEEDS}", _tuned(found, what, form)]
-    return "\n\n".join([*out, f"![Perplexity after fine-tuning over γ, and over the memory of a step]({DEPLOY_FIGURE})"])
+    return "\n\n".join(
+        [*out, f"![Perplexity after fine-tuning over γ, and over the memory of a step]({DEPLOY_FIGURE})"]
+    )
 
 
 OVER_SEEDS = "mean ± standard deviation over the seeds"
 NETS = {
     "smollm2": "SmolLM2-135M, 8 × 1024 tokens", "smollm2-lora": "SmolLM2-135M with LoRA, 8 × 1024 tokens",
     "smollm2-long": "SmolLM2-135M, 1 × 8192 tokens", "llama": "Llama's form, 32 layers of width 2048, random weights, 4 × 2048 tokens",
-    "resnet50": "ResNet-50, 64 images of 224²", "resnet56": "ResNet-56, 1024 images of 32²", "minilm": "MiniLM, 256 sentences of 48 tokens",
+    "resnet50": "ResNet-50, 64 images of 224²", "resnet56": "ResNet-56, 1024 images of 32²",
+    "minilm": "MiniLM, 256 sentences of 48 tokens",
 }  # fmt: skip
 METHODS = {
     "plain": "plain", "checkpoint": "plain, checkpointed block by block", "to-host": "the same, block inputs in host memory",
@@ -225,8 +228,10 @@ def _cost(records: Records) -> str:
 def _deploy_images(records: Records) -> str:
     out = []
     for task, name in (
-        ("hymenoptera", "ResNet-50, hymenoptera"), ("cifar", "ResNet-56, CIFAR-10"), ("scratch", "ResNet-20, CIFAR-10, from random weights"),
-    ):  # fmt: skip
+        ("hymenoptera", "ResNet-50, hymenoptera"),
+        ("cifar", "ResNet-56, CIFAR-10"),
+        ("scratch", "ResNet-20, CIFAR-10, from random weights"),
+    ):
         mine = [r for r in records if r["task"] == task]
         out += [f"**{name}**: test accuracy in %, {OVER_SEEDS}", _tuned(mine, "accuracy", ".2f")] if mine else []
     return "\n\n".join(out)
@@ -399,7 +404,9 @@ def _draw_over_gamma(axis: Any, records: Records) -> None:
     for key, way, name, colour, marker in LINES:
         points = {g: [r[key] for r in _by_way(records, way) if r["gamma"] == g] for g in gammas}
         points = {g: values for g, values in points.items() if values}
-        axis.plot(list(points), [mean(v) for v in points.values()], f"{marker}-", color=colour, markersize=4, label=name)
+        axis.plot(
+            list(points), [mean(v) for v in points.values()], f"{marker}-", color=colour, markersize=4, label=name
+        )
         for g, values in points.items():
             axis.plot([g] * len(values), values, ".", color=colour, markersize=3, alpha=0.5)
     axis.set(xlabel="γ of the fine-tuning", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
@@ -414,12 +421,16 @@ def _draw_over_gamma(axis: Any, records: Records) -> None:
 def _draw_over_memory(axis: Any, tuned: Records, measured: Records) -> None:
     """A point for each γ; plain and checkpointed fine-tuning have one quality, and the method another memory."""
     peaks = {(r["method"], r["gamma"]): r["peak"] / 1e9 for r in measured}
-    quality = {g: mean(r["own"] for r in _by_way(tuned, "kept") if r["gamma"] == g) for g in _gammas(_by_way(tuned, "kept"))}
+    quality = {
+        g: mean(r["own"] for r in _by_way(tuned, "kept") if r["gamma"] == g) for g in _gammas(_by_way(tuned, "kept"))
+    }
     for method, gamma, name, colour, marker in (
         ("plain", 0.0, "plain", "#374151", "X"), ("checkpoint", 0.0, "checkpointed", "#374151", "P"),
     ):  # fmt: skip
         if (method, gamma) in peaks and gamma in quality:
-            axis.plot(peaks[method, gamma], quality[gamma], marker, color=colour, markersize=8, label=name, linestyle="")
+            axis.plot(
+                peaks[method, gamma], quality[gamma], marker, color=colour, markersize=8, label=name, linestyle=""
+            )
     for method, name, colour, marker in (
         ("reverse", "in reverse, as itself", "#ea580c", "o"), ("split", "the same, split", "#b45309", "^"),
     ):  # fmt: skip

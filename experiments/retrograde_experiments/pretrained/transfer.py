@@ -139,7 +139,9 @@ def shares_of(way: str, steps: int, part: float) -> dict[int, float] | None:
 
 
 def deployed(gammas: Iterable[float], ways: Iterable[str]) -> list[dict[str, Any]]:
-    """The units of an experiment that ends with the plain network: every γ above 0, every way. The way "kept" is left out of the key.
+    """The units of an experiment that ends with the plain network: every γ above 0, every way, random signs up to 1/2.
+
+    The way "kept" is left out of the key.
 
     >>> deployed([0, 0.5], ["kept", "falling"])
     [{'gamma': 0}, {'gamma': 0.5}, {'gamma': 0.5, 'way': 'falling'}]
@@ -149,7 +151,8 @@ def deployed(gammas: Iterable[float], ways: Iterable[str]) -> list[dict[str, Any
     if unknown:
         raise ExperimentError(f"there is no way {unknown[0]!r} to fine-tune. {suggestion(unknown[0], DEPLOYED)}")
     named = [{} if way == "kept" else {"way": way} for way in ways]
-    return [{"gamma": gamma, **way} for gamma in gammas for way in (named if gamma else [{}])]
+    found: list[dict[str, Any]] = [{"gamma": gamma, **way} for gamma in gammas for way in (named if gamma else [{}])]
+    return [point for point in found if point.get("way") != "sign" or point["gamma"] <= 1 / 2]
 
 
 def with_seed(point: Key, seed: int) -> Key:
