@@ -62,8 +62,9 @@ class Config(Settings):
         return (
             f"{self.depth} layers of width {self.width}, rows of {self.length} characters; {self.trained} steps of {self.batch} rows "
             f"of nine tenths of Shakespeare's plays, AdamW, rate {self.rate:g} falling to 0; then {self.steps} steps of nine "
-            f"tenths of Paradise Lost, rate {self.tuned_rate:g} falling to 0, for each seed from the same weights; falling: γ falls over the last "
-            f"{100 * FALL:.0f} % of them. Tested on {self.rows} rows of the last tenth of either; {self.seeds} seed(s)."
+            f"tenths of Paradise Lost, rate {self.tuned_rate:g} falling to 0, for each seed from the same weights; falling: "
+            f"γ falls over the last {100 * FALL:.0f} % of them. Tested on {self.rows} rows of the last tenth of either; {self.seeds} "
+            "seed(s)."
         )
 
 

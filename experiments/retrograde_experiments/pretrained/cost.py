@@ -164,9 +164,9 @@ def problem(
         ids = torch.randint(bert.config.vocab_size, (rows, size), generator=draw).to(device)
         mask = torch.ones_like(ids)
         return bert, lambda net: weights.embedded(net, ids, mask).float().square()[:, 0].sum(), None
-    net: Any = llama(device, dtype) if name == "llama" else weights.smollm2(root).to(device, dtype)
-    batch = torch.randint(net.config.vocab_size, (rows, size + 1), generator=draw).to(device)
-    return net, lambda net: loss_in_chunks(net, batch), None
+    causal: Any = llama(device, dtype) if name == "llama" else weights.smollm2(root).to(device, dtype)
+    batch = torch.randint(causal.config.vocab_size, (rows, size + 1), generator=draw).to(device)
+    return causal, lambda net: loss_in_chunks(net, batch), None
 
 
 def llama(device: torch.device, dtype: torch.dtype) -> Any:

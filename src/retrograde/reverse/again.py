@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow
 from .containers import CONTAINERS
-from .extra import Extra
-from .parts import Parts, parts_of, version
+from .extra import Extra, shared
+from .parts import Memo, Parts, parts_of, written
 
 if TYPE_CHECKING:
     from .forward import Pass
@@ -38,31 +38,26 @@ LEFT_BEHIND = (
 class Run:
     """One block's first run in a pass, and how things stood before it."""
 
-    def __init__(self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts) -> None:
+    def __init__(
+        self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts, statistics: Copied | None
+    ) -> None:  # fmt: skip
         self.block = block
         self.extra = extra
         self.name = name
         self.form = form
         self.parts = parts
         self.generators, _ = extra.around(x)
-        self.places = self.generators.places()
-        statistics = [b for own, _ in parts.statistics for b in own.values() if b is not None]
-        self.statistics = [(group, torch._foreach_mul(group, 1)) for group in _by_dtype(statistics)]
-        self.versions = list(map(version, parts.watched))
+        self.places = shared(self.generators.places())
+        self.statistics = statistics
+        self.versions = list(map(written, parts.watched))
         self.x: Callable[[], Tensor | None] = lambda: None  # what was handed out after its step
 
     def ran(self, run: Pass) -> None:
         """The block has run, and its step is taken."""
         self.x = weakref.ref(run.x)
-        self.parts.writes = list(map(version, self.parts.watched)) != self.versions
+        self.parts.writes = list(map(written, self.parts.watched)) != self.versions
         if self.parts.writes:  # to a parameter, or to a buffer that is no running statistic
             run.look_back(repeatable=False)
-
-    def put_statistics_back(self) -> None:
-        """Give running statistics the values that they had before the block ran."""
-        with torch.no_grad():
-            for now, before in self.statistics:
-                torch._foreach_copy_(now, before)
 
     def renew(self, x: Tensor) -> None:
         """Give the x that was handed out its new values, if anybody still has it."""
@@ -71,11 +66,56 @@ class Run:
             old.data.copy_(x.detach())
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault(t.dtype, []).append(t)
-    return list(groups.values())
+class Statistics:
+    """Copies of the running statistics of all blocks that are known, made before the first of them runs: a few large copies."""
+
+    def __init__(self) -> None:
+        self.copies: dict[Parts, Copied] = {}
+
+    def of(self, parts: Parts, memo: Memo | None) -> Copied | None:
+        """Those of a block as they are now."""
+        if not parts.running:
+            return None
+        known = self.copies.get(parts)
+        if known is None or known.versions is None or known.versions != parts.written():  # new, or shared with another
+            self._copy([parts] if self.copies or memo is None else list({*memo.values(), parts}))
+        return self.copies[parts]
+
+    def _copy(self, blocks: list[Parts]) -> None:
+        groups: dict[tuple[torch.dtype, torch.device, bool], Group] = {}
+        for parts in blocks:
+            copied = self.copies[parts] = Copied(parts.running, parts.written(), [])
+            for t in parts.running:
+                group = groups.setdefault((t.dtype, t.device, t.dim() > 0), Group())
+                copied.places.append((group, group.size))
+                group.tensors.append(t if t.dim() < 2 else t.flatten())
+                group.size += t.numel()
+        with torch.no_grad():
+            for group in groups.values():
+                group.copy = torch.cat(group.tensors) if group.tensors[0].dim() else torch.stack(group.tensors)
+                group.tensors.clear()
+
+
+class Group:
+    """Running statistics that are copied at once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.size = 0
+        self.copy: Any = None
+
+
+class Copied(NamedTuple):
+    """Running statistics of a block, how often they had been written to, and where the values of then begin."""
+
+    tensors: list[Tensor]
+    versions: list[int] | None
+    places: list[tuple[Group, int]]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for t, (group, at) in zip(self.tensors, self.places, strict=True):
+                t.copy_(group.copy[at : at + t.numel()].view_as(t))
 
 
 class Again:
@@ -84,18 +124,22 @@ class Again:
     def __init__(self, x0: Tensor) -> None:
         self.x0 = x0
         self.runs: list[Run] = []
+        self.statistics = Statistics()
 
-    def note(self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts) -> bool:
+    def note(
+        self, block: Any, extra: Extra, name: str, form: str | None, x: Tensor, parts: Parts, memo: Memo | None
+    ) -> bool:  # fmt: skip
         """Note what is to be run on x; False if it cannot be run twice."""
         if extra.contains or parts.holds or parts.writes or any(map(_moves, (*extra.args, *extra.kwargs.values()))):
             return False
-        self.runs.append(Run(block, extra, name, form, x, parts))
+        self.runs.append(Run(block, extra, name, form, x, parts, self.statistics.of(parts, memo)))
         return True
 
     def put_back(self) -> None:
         """Let running statistics stand as they did at the start. Random generators are put where they were block by block."""
         for run in reversed(self.runs):  # the first of those of one block is the last to be put back
-            run.put_statistics_back()
+            if run.statistics is not None:
+                run.statistics.put_back()
 
     def __iter__(self) -> Iterator[Run]:
         """The runs in their order, each after its generators were put where they were; after the last one, where they are now."""
@@ -134,7 +178,7 @@ def note_run(run: Pass, block: Any, extra: Extra, name: str, form: str | None) -
     parts = parts_of(block, name, run.memo)
     if collective(parts):
         run.again = None  # other processes would wait: what the values were is told later
-    elif run.again.note(block, extra, name, form, run.x, parts):
+    elif run.again.note(block, extra, name, form, run.x, parts, run.memo):
         return run.again.runs[-1]
     else:
         run.look_back()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd import Function
 
-from .again import LAUNCH, Again, look_back, note_run
+from .again import LAUNCH, Again, Run, look_back, note_run
 from .checks import Checks
 from .cuda import SameThread
 from .deferred import Deferred
@@ -104,9 +104,8 @@ class Pass:
 
     def launch(self, block: Block, extra: Extra, form: str | None = None) -> None:
         """Set the initial velocity to f of the block on x₀. `form`: what the block computes, if not what the others do."""
-        if self.again is not None:
-            note_run(self, block, extra, LAUNCH, form)
-        self._take(-1, self._output(block, extra, -1, LAUNCH), form)
+        noted = None if self.again is None else note_run(self, block, extra, LAUNCH, form)
+        self._take(-1, self._output(block, extra, -1, LAUNCH, noted), form)
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
         """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
@@ -117,7 +116,7 @@ class Pass:
         if k == self.reversed and k:
             self.state = self.state.copy(reversible=False)  # the tape stays here
         self._rejoin_if_observed()
-        self._take(k, self._output(block, extra, k, name or f"block {k}"), form)
+        self._take(k, self._output(block, extra, k, name or f"block {k}", noted), form)
         self.k = k + 1
         if self.state is self.tape.state:
             self.tape.at = self.k
@@ -183,12 +182,12 @@ class Pass:
         """What the state holds besides: v, or both streams in one."""
         return self.state.range.or_nan(Leave.apply(self.state, *self.tokens) if self.tracked else self.state.rest())
 
-    def _output(self, block: Block, extra: Extra, k: int, name: str) -> Tensor:
-        """Run a block for the first time, remembered in its way."""
+    def _output(self, block: Block, extra: Extra, k: int, name: str, noted: Run | None) -> Tensor:
+        """Run a block for the first time, remembered in its way. `noted`: what `again` has noted of it."""
         x = self.x
         if not self.tracked or k >= self.replayed or not self.replayed:  # the last: of what makes v₀, k = −1
             return self.check(block(x, *extra.args, **extra.kwargs), x, name)
-        call = Call(block, extra, name, memo=self.memo)
+        call = Call(block, extra, name, self.memo, noted)
         kept = None if k < self.reversed and self.reversed else Kept(x.detach())
         frame = Frame(call, self.tape if kept is None else kept, k, self.checks, self.thread)
         y = frame.run(x, None if self.look is None else self.look(k))

@@ -31,6 +31,9 @@ STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.f
 _MODULE = frozenset(vars(nn.Module()))
 
 
+written = attrgetter("_version")
+
+
 def version(x: Tensor) -> int:
     """How often x was written to; of tensors of inference mode that is not counted."""
     return 0 if x.is_inference() else x._version
@@ -50,6 +53,8 @@ class Parts:
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if _has_statistics(m)}
         self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
+        self.running = [b for own, _ in self.statistics for b in own.values() if b is not None]
+        self.counted = not any(b.is_inference() for b in self.running)
         self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
@@ -60,6 +65,10 @@ class Parts:
         self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
         self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
         self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
+
+    def written(self) -> list[int] | None:
+        """How often the running statistics have been written to; None where that is not counted."""
+        return list(map(written, self.running)) if self.counted else None
 
     def attributes(self, copies: dict[int, Any], tensors: list[Tensor]) -> list[dict[str, Any]]:
         """Containers of the user's own modules; the others as with `copied`."""

@@ -46,6 +46,7 @@ from .inside import saved_so_far
 from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
+    from .again import Run
     from .checks import Checks
     from .kept import Kept
     from .tape import Tape
@@ -68,18 +69,22 @@ class Enough(BaseException):
 class Call:
     """A block, what it was run with, and how to run it again."""
 
-    def __init__(self, block: Any, extra: Extra, name: str, memo: Memo | None = None) -> None:
+    def __init__(
+        self, block: Any, extra: Extra, name: str, memo: Memo | None = None, noted: Run | None = None
+    ) -> None:  # fmt: skip
         self.block = block
         self.extra: Extra | None = extra  # until the first run is over: what blocks put into its lists leads back here
         self.contains = extra.contains
         self.name = name
-        self.parts = parts_of(block, name, memo)
+        self.noted = noted  # what `again` has noted: the parts, and where the generators stand
+        self.parts = parts_of(block, name, memo) if noted is None else noted.parts
         self.args = extra.args
         self.kwargs = extra.kwargs
 
     def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
         extra, self.extra = self.extra, None
+        noted, self.noted = self.noted, None
         assert extra is not None
         self.attributes: list[dict[str, Any]] = []
         self.watched = [*self.parts.watched, *extra.watched] if extra.watched else self.parts.watched
@@ -89,7 +94,7 @@ class Call:
         self.generators, self.autocast = extra.around(x)
         self.requires_grad = x.requires_grad
         self.dtype = self.parts.dtype
-        self.places = shared(self.generators.places())
+        self.places = shared(self.generators.places()) if noted is None else noted.places
         self.recorded = torch.is_grad_enabled()
         torch.get_num_threads()  # NOTE 6
         before = x._version
