@@ -419,29 +419,27 @@ def _draw_over_gamma(axis: Any, records: Records) -> None:
 
 
 def _draw_over_memory(axis: Any, tuned: Records, measured: Records) -> None:
-    """A point for each γ; plain and checkpointed fine-tuning have one quality, and the method another memory."""
+    """A point for each γ. Plain fine-tuning has one quality, and a memory by the way its activations are remembered."""
     peaks = {(r["method"], r["gamma"]): r["peak"] / 1e9 for r in measured}
-    quality = {
-        g: mean(r["own"] for r in _by_way(tuned, "kept") if r["gamma"] == g) for g in _gammas(_by_way(tuned, "kept"))
-    }
-    for method, gamma, name, colour, marker in (
-        ("plain", 0.0, "plain", "#374151", "X"), ("checkpoint", 0.0, "checkpointed", "#374151", "P"),
-    ):  # fmt: skip
-        if (method, gamma) in peaks and gamma in quality:
-            axis.plot(
-                peaks[method, gamma], quality[gamma], marker, color=colour, markersize=8, label=name, linestyle=""
-            )
-    for method, name, colour, marker in (
-        ("reverse", "in reverse, as itself", "#ea580c", "o"), ("split", "the same, split", "#b45309", "^"),
-    ):  # fmt: skip
-        points = {g: (peaks[method, g], quality[g]) for g in quality if (method, g) in peaks}
-        if points:
-            axis.plot(*zip(*points.values(), strict=True), marker, color=colour, markersize=5, label=name)
-        for g, point in points.items():
-            axis.annotate(_fraction(g), point, xytext=(5, 3), textcoords="offset points", fontsize=8)
+    ours = _by_way(tuned, "kept")
+    quality = {g: mean(r["own"] for r in ours if r["gamma"] == g) for g in _gammas(ours)}
+    for method, name, marker in (
+        ("plain", "plain", "X"),
+        ("checkpoint", "plain, checkpointed", "P"),
+        ("to-host", "the same, inputs in host memory", "H"),
+    ):
+        if (method, 0.0) in peaks and 0.0 in quality:
+            axis.plot(peaks[method, 0.0], quality[0.0], marker, color="#374151", markersize=8, label=name)
+    points = {g: (peaks["reverse", g], quality[g]) for g in quality if ("reverse", g) in peaks}
+    if points:
+        axis.plot(*zip(*points.values(), strict=True), "o-", color="#ea580c", markersize=5, label="in reverse, by γ")
+    for g, point in points.items():
+        beside = {1 / 8: (-15, -10), 1 / 16: (4, 6)}.get(g, (7, 3))  # two that are near each other
+        axis.annotate(_fraction(g), point, xytext=beside, textcoords="offset points", fontsize=8)
     axis.set(xlabel="peak memory of a step, GB", ylabel="perplexity on held-out plays", xscale="log", yscale="log")
-    for side in (axis.xaxis, axis.yaxis):
-        side.set_major_formatter("{x:g}")
-        side.set_minor_formatter("{x:g}")
+    axis.set_xticks([0.3, 0.4, 0.6, 1, 2, 4, 6], ["0.3", "0.4", "0.6", "1", "2", "4", "6"])
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)
