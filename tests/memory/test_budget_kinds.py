@@ -183,6 +183,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lstm, both ways": (lambda: First(nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)), SERIES),
     "lstm, two layers": (lambda: First(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), SERIES),
     "gru": (lambda: First(nn.GRU(WIDTH, WIDTH, batch_first=True)), (16, 12, WIDTH)),
+    "rnn": (lambda: First(nn.RNN(WIDTH, WIDTH, batch_first=True)), SERIES),
     "lstm cell": (lambda: Of(cell_by_cell, cell=nn.LSTMCell(WIDTH, WIDTH)), SERIES),
     "scan": (lambda: Of(scanned, up=linear()), SERIES),
     "fft": (lambda: Of(mixed_by_fft, up=linear()), SERIES),
@@ -223,13 +224,13 @@ def peak(net: nn.Module, x: Tensor, autocast: bool) -> int:
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_takes_more_than_its_budget(kind: str, precision: str) -> None:
-    """Neither at the least budget that is taken nor, in float32, at more: once the range of the integers is found."""
+    """Neither at the least budget that is taken nor, in float32, at more; nor in the first step, which widens its range."""
     if precision == "bfloat16" and kind in FLOATS_ONLY:
         pytest.skip("not in 16 bits")
     torch.manual_seed(0)
     make, shape = KINDS[kind]
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    x = torch.randn(shape).to(dtype)
+    x = 0.1 * torch.randn(shape).to(dtype)  # blocks add more than is expected of such an input
     if "channels last" in kind:
         x = x.to(memory_format=torch.channels_last)
     net = rg.MomentumNet([make().to(dtype) for _ in range(DEPTH)], gamma=0.5, memory=1)
@@ -241,9 +242,6 @@ def test_no_step_takes_more_than_its_budget(kind: str, precision: str) -> None:
     least = int(re.search(r"is (\d+) bytes", str(refused.value))[1])
     for budget in (least, int(1.3 * least))[: 1 + (precision == "float32")]:
         net.memory = budget
-        if budget == least:  # the first step takes some steps twice, in a wider range
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                net(x)
         assert peak(net, x, autocast) <= 1.01 * budget, net.plan
 
 

@@ -105,20 +105,19 @@ def first_range(state: State, x0: Tensor) -> PassRange:
 
 
 def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """q·2^−by, rounded, and the rest, which takes as few bytes as it can.
+    """q·2^−by, rounded, and the rest, which takes as few bytes as it can. The memory of q is used.
 
     >>> high, rest = shifted(torch.tensor([7, -9], dtype=torch.int32), 2)
     >>> high, rest
     (tensor([ 2, -2], dtype=torch.int32), tensor([-1, -1], dtype=torch.int8))
     """
     if by >= 8 * q.element_size() - 2:
-        return torch.zeros_like(q), q.clone()
-    high = (q + ((1 << by) >> 1)).bitwise_right_shift_(by)
+        return torch.zeros_like(q), q
+    high = (q + ((1 << by) >> 1)).bitwise_right_shift_(by)  # the only array beside q: a step has room for one
     narrow = next(
         dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if by <= 8 * dtype.itemsize - 1
     )
-    rest = high << by
-    return high, torch.sub(q, rest, out=rest).to(narrow)
+    return high, q.sub_(high, alpha=1 << by).to(narrow)
 
 
 def unshifted(high: Tensor, rest: Tensor, by: int) -> Tensor:
