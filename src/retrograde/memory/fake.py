@@ -202,6 +202,8 @@ for _name, _of in _INSIDE.items():
     if hasattr(torch.ops.aten, _packet):
         INSIDE[getattr(getattr(torch.ops.aten, _packet), _overload or "default")] = _of
 KEEPS = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
+GROUPED: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+"""The product of experts, one matrix each."""
 
 
 class FusedAttention(TorchFunctionMode):
@@ -261,6 +263,10 @@ class PlanningMode(FakeTensorMode):
                 "of its module, or plan without a budget."
             )
         try:
+            if func is GROUPED and args[0].dtype != torch.bfloat16:  # without values it is only known in that dtype
+                halves = (t.to(torch.bfloat16) for t in args[:2])
+                out: Any = super().__torch_dispatch__(func, types, (*halves, *args[2:]), kwargs)
+                return out.to(args[0].dtype)
             out = super().__torch_dispatch__(func, types, args, kwargs)
             drawn = self.guesses and torch.Tag.nondeterministic_seeded in func.tags
             if drawn and isinstance(out, FakeTensor) and out.numel() == 1 and out.dtype.is_floating_point:
