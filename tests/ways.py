@@ -17,7 +17,7 @@ from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.range import PassRange
-from retrograde.reverse.residual import Residual
+from retrograde.reverse.residual import PlainPass
 from retrograde.reverse.sign import Signed
 
 SCHEMES = ("branch", "block", "relu", "coupling", "residual")
@@ -98,7 +98,7 @@ class Mixed(nn.Module):
             run = Pass(Coupling(x, net.recurrence, begun(net, x)), x, depth, **settings)
         elif (net.recurrence if net.training else net.recurrence.in_evaluation).residual:
             settings |= {"reversed": 0, "kept": sum(self.plan.values())}
-            run = Pass(Residual(x, net.form), x, depth, **settings)
+            run: Pass = PlainPass(x, net.form, depth, **settings)
         else:
             kind = Signed if net.recurrence.signed else Momentum
             run = Pass(kind(x, net.recurrence, begun(net, x), reversible=False), x, depth, **settings)
@@ -108,10 +108,8 @@ class Mixed(nn.Module):
                 run.launch(net.velocity, Extra((), {}), "branch")
         for block in net.blocks:
             run.step(block, extra)
-        if not run.plain:
-            net.range.learn(
-                run.state.range, net.training, 0 if isinstance(net, CouplingNet) else net.recurrence.most_guard
-            )
+        if not isinstance(run, PlainPass):
+            net.range.learn(run.state.range)
         return run.rest() if isinstance(net, CouplingNet) else run.finish()
 
 

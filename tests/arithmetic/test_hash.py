@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from retrograde.arithmetic import reference
-from retrograde.arithmetic.hash import digest
+from retrograde.arithmetic.kernels import digest
 
 
 def checksum(t: Tensor) -> int:

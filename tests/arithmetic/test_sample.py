@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrograde.arithmetic.hash import digest
-from retrograde.arithmetic.kernels import sampler
+from retrograde.arithmetic.kernels import digest, sampler
 
 pytestmark = pytest.mark.skipif(sampler("cpu") is None, reason="no compiled kernels")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]

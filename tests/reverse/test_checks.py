@@ -19,7 +19,6 @@ from retrograde.convert.convert import stages_of
 from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.checks import Checks
 from retrograde.reverse.deferred import FIRST_STEP, Deferred
-from retrograde.reverse.extra import Extra
 from retrograde.reverse.range import holders
 from retrograde.reverse.replay import Call
 from ways import assert_equal
@@ -580,7 +579,7 @@ def test_running_statistics_that_instance_norm_copies_in_16_bits(dtype: torch.dt
 def test_a_stride_that_nothing_goes_by_is_no_difference() -> None:
     """A replay's input may have another one where a dimension has one element."""
     block, checks = nn.Linear(300, 300), Checks(1, torch.device("cpu"), "auto", Deferred())
-    call = Call(block, Extra((), {}), "block 0")
+    call = Call(block, "block 0")
     saved = torch.randn(1, 300)
     first = checks.first_run(0, call, torch.randn(1))
     first.add(saved)

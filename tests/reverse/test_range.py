@@ -402,7 +402,7 @@ def later(net: rg.MomentumNet, x: Tensor) -> Tensor:
     run = Pass(Momentum(x, net.recurrence, seen, reversible=False), x, len(net.blocks))
     for block in net.blocks:
         run.step(block, Extra((), {}))
-    net.range.learn(run.state.range, net.training, net.recurrence.most_guard)
+    net.range.learn(run.state.range)
     return run.finish()
 
 

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from retrograde.errors import ReplayError
 from retrograde.reverse.cuda import Undrawn
-from retrograde.reverse.extra import Generators, shared
+from retrograde.reverse.extra import Surroundings, shared
 
 
 def test_places_are_put_back() -> None:
     given = torch.Generator().manual_seed(3)
-    generators = Generators((), [given])
+    generators = Surroundings("cpu", (), [given])
     places = shared(generators.places())
     drawn = torch.rand(3), torch.randn(5), torch.rand(2, generator=given)
     generators.put(places)
@@ -21,7 +21,7 @@ def test_places_are_put_back() -> None:
 
 
 def test_runs_that_draw_nothing_share_one_state() -> None:
-    generators = Generators((), [])
+    generators = Surroundings("cpu", (), [])
     first, second = shared(generators.places()), shared(generators.places())
     assert first[1][0] is second[1][0]
     torch.rand(1)

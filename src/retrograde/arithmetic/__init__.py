@@ -5,9 +5,8 @@ fixed       floats as integers (fixed point)
 multiply    multiplication of integers by n/d that loses nothing
 buffers     which information buffers that takes, and how wide
 reference   every kernel in plain torch: the definition
-kernels     which implementation of the kernels runs on a tensor; tensors as flat runs of memory
+kernels     which implementation of the kernels runs on a tensor; the hash of any tensor
 cpu         the kernels in compiled C (native compiles cpu.c)
 cuda        the kernels in Triton
-hash        a 64-bit hash of a tensor
 squeeze     space to channels
 """

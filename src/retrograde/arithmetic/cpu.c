@@ -496,7 +496,7 @@ void retrograde_carry(object *p, object *h, object *d, float c, float e, float e
     if (state) python.lock(state);
 }
 
-/* The hash of hash.py: words in rows of 16, the left half of each times the right one, after adding keys. */
+/* The hash of reference.digest: words in rows of 16, the left half of each times the right one, after adding keys. */
 enum { HALF = 8, ROW = 16 };
 typedef uint32_t half __attribute__((vector_size(4 * HALF)));
 typedef uint64_t wide __attribute__((vector_size(8 * HALF)));

@@ -31,6 +31,16 @@ class FixedPoint:
         return 2.0 ** (8 * self.dtype.itemsize - 2)
 
     @cached_property
+    def unit(self) -> float:
+        """What the integer 1 stands for."""
+        return 2.0**-self.bits
+
+    @cached_property
+    def guarded_unit(self) -> float:
+        """The same of v."""
+        return 2.0 ** -(self.bits + self.guard)
+
+    @cached_property
     def work(self) -> torch.dtype:
         """The float dtype in which values are scaled and gradients are added up."""
         return torch.float64 if self.dtype == torch.int64 else torch.float32

@@ -83,3 +83,23 @@ def sampler(device: str) -> Callable[[Tensor, int, int, Tensor, int, int], None]
 def kernels_for(t: Tensor, integers: torch.dtype = torch.int32) -> Kernels:
     """The kernels for a state like t, held in these integers."""
     return KERNELS[type(t), t.device.type, integers]
+
+
+def digest(t: Tensor, into: Tensor | None = None, seed: int = 0, sign: int = 1) -> Tensor:
+    """Add sign times the hash of any tensor to `into`, a 64-bit integer on its device; returns that integer.
+
+    `seed` tells tensors apart. `reference.digest` defines the hash.
+
+    >>> a = torch.arange(6.0)
+    >>> bool(digest(a) == digest(a.clone())), bool(digest(a) == digest(a.flip(0)))
+    (True, False)
+    """
+    t = getattr(t, "_local_tensor", t).detach()
+    t = (t if type(t) is Tensor or isinstance(t, FakeTensor) else t.clone()).resolve_neg()
+    into = torch.zeros((), dtype=torch.int64, device=t.device) if into is None else into
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    if not t.is_contiguous():  # any dense layout is taken as it lies in memory
+        t = t.permute(sorted(range(t.dim()), key=t.stride, reverse=True)).contiguous()
+    if t.numel():
+        kernels_for(t).digest(t, into, seed, sign)
+    return into

@@ -190,7 +190,16 @@ def unpacked(mask: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tenso
 
 
 def digest(t: Tensor, into: Tensor, seed: int, sign: int) -> None:
-    """Add sign times the hash of a dense tensor to `into`; see `hash` for its definition."""
+    """Add sign times the hash of a dense tensor to `into`: a 64-bit hash of its bits and their places, by which a replay is recognised.
+
+    The memory is read as 32-bit words w in rows of 16 (the last filled up with zeros), and the left half of each row is multiplied
+    with the right one, after adding keys that differ from place to place (NH of Black, Halevi, Krawczyk, Krovetz and Rogaway, 1999):
+
+        Σ (w_j + k_j mod 2^32) · (w_{j+8} + k'_j mod 2^32)   mod 2^64
+
+    One product for two words, a sum in any order. Tensors that differ in one word have the same hash with a chance of 2^−32, in
+    several words, of about 2^−64.
+    """
     all_words = words(t)
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for start in range(0, all_words.numel(), _PIECE):

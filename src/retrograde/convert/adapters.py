@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..reverse.parts import STATISTICS_ONLY
+from ..reverse.changes import STATISTICS_ONLY
 
 KEEPS = "keeps the shape of its input"
 _NO_SKIP = "has no residual connection"

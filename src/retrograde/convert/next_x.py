@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.hash import digest
+from ..arithmetic.kernels import digest
 from ..errors import ReplayError
 from ..memory.budget import Observer
 from ..reverse.deferred import Deferred

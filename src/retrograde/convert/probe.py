@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..memory.fake import mode_of
 from ..memory.step import as_call, tensors_of
-from ..reverse.containers import all_at_once, exchanged_buffers
+from ..reverse.changes import all_at_once, exchanged_buffers
 from .find import Finding, Left, Run, run_of
 
 Edge = tuple[Any, int]

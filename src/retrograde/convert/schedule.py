@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..memory.budget import Recorder, Scheduler
 from ..memory.fake import is_fake
-from ..memory.stack import Stack
+from ..memory.modes import Stack
 
 SCHEDULER = "_retrograde_scheduler"
 """Where a model has what plans its memory, with the stacks of its stages."""

@@ -21,18 +21,17 @@ from torch import Tensor
 from ..arithmetic.fixed import FixedPoint
 from ..errors import RangeOverflow, ReplayError
 from ..memory.fake import is_fake
-from ..memory.modes import MemoryPlan, parse_memory
-from ..memory.stack import Stack
+from ..memory.modes import MemoryPlan, Stack, parse_memory
 from ..nets.saved import written
+from ..reverse.between import observed, resume
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.inputs import any_output, check_output
 from ..reverse.momentum import Momentum
-from ..reverse.nodes import observed
 from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.recurrence import Recurrence, gamma_of, recurrence_of
-from ..reverse.residual import Residual
+from ..reverse.residual import PlainPass
 from ..reverse.sign import Signed
 from .branch import Branch
 from .caches import spared
@@ -179,8 +178,8 @@ class Stage:
         assert self.last is not None
         recorder = self.stack.recorder
         observer = None if recorder is None else recorder.observer(self.stack, x, training=False)
-        run = Pass(
-            Residual(x, "block"), x, 1, kept=int(k < self.last.replayed), verify=self.settings.verify, memo=self.memo,
+        run = PlainPass(
+            x, "block", 1, kept=int(k < self.last.replayed), verify=self.settings.verify, memo=self.memo,
             deferred=self.range.deferred, check=any_output if self.checkpointed else check_output,
             look=None if observer is None else lambda _: observer.look(k),
         )  # fmt: skip
@@ -249,7 +248,7 @@ class Stage:
             if mine is not x or observed(x):
                 self.stepwise = True  # in a second run, what leads to this x, or looks at it, would be lost
                 entry.run.look_back(repeatable=False)
-            entry.run.resume(x, through)
+            resume(entry.run, x, through)
             return entry
         if index and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
@@ -343,7 +342,7 @@ class Stage:
     def _ended(self, entry: Open) -> None:
         """Take note of the largest values of a pass, and of what was found between its blocks."""
         entry.unseen.end()
-        self.range.learn(entry.run.state.range, entry.training, self.recurrence.most_guard)
+        self.range.learn(entry.run.state.range)
 
     def _look_back(self, run: Pass) -> None:
         """At the end of a pass, on an accelerator: look at its range, and run it again if it was left."""

@@ -4,9 +4,8 @@ units.py      bytes and seconds as people write and read them
 peak.py       peak memory of any function, measured
 timing.py     times of several functions, taken in turns
 step.py       `measure`: memory and time of one training step
-modes.py      what each memory mode keeps; memory plans; what `memory=` may be given
+modes.py      what each memory mode keeps; memory plans, and stacks of blocks that have one; what `memory=` may be given
 fake.py       a training step on a copy of the model whose tensors have no values
-stack.py      what is known of a run of blocks before its pass: its plan
 schedule.py   the memory of a step interval by interval, and what blocks may keep in it
 budget.py     the plans of a network's stacks of blocks within a budget
 """

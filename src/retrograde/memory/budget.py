@@ -27,9 +27,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from .fake import Copy, Meter, attention_on, device_of, fake_copy, is_fake, plain, run_step
-from .modes import Budget, MemoryPlan, holding
+from .modes import Budget, MemoryPlan, Stack, holding
 from .schedule import Choice, Saved, Track, chain, estimated, with_reserve, within
-from .stack import Stack
 from .step import bytes_of, mean_of_squares
 
 KINDS = 64

@@ -10,7 +10,6 @@ outputs and of gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,20 +23,8 @@ from ..reverse.extra import Extra
 from ..reverse.forward import Pass
 from ..reverse.parts import Memo
 from ..reverse.range import Range
-from ..reverse.widening import first_range
 from .checks import Choice, check_halves, modules
-from .inverse import run_back
-
-
-@dataclass(frozen=True, eq=False)
-class CoupledState:
-    """The end of a forward pass: both streams as one float tensor, and the integers from which the start can be recovered."""
-
-    x: Tensor
-    fixed: FixedPoint
-    held: Coupling = field(repr=False)
-    start: int = field(repr=False)  # a hash of the streams at the start
-    grad_mode: bool = field(repr=False)  # blocks may take other kernels without it
+from .inverse import CoupledState, rewound
 
 
 class CouplingNet(nn.Module):
@@ -93,34 +80,22 @@ class CouplingNet(nn.Module):
 
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> CoupledState:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
-        run = self._run(x, Extra(args, kwargs))
+        run = self._run(x, Extra(args, kwargs), encoding=True)
         held = run.state.copy()
-        start = Coupling(x, self.recurrence, first_range(held, x)).hash()
-        return CoupledState(run.rest(), held.fixed, held, int(start), run.tracked)
+        return CoupledState(x=run.rest(), fixed=held.fixed, held=held, start=run.start, grad_mode=run.tracked)
 
     @torch.no_grad()
     def inverse(self, state: CoupledState, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
-        if not isinstance(state, CoupledState) or state.held.recurrence != self.recurrence:
-            given = type(state).__name__
-            depth = f"{len(state.held.recurrence.squeezes)} blocks" if isinstance(state, CoupledState) else given
-            raise ValueError(
-                f"this is not a state of this network: {depth}, against {len(self.blocks)} blocks here. Invert what "
-                "`encode` of the same network returned."
-            )
-        held = state.held.copy()
-        run_back(self, list(self.blocks), held, Extra(args, kwargs), state.grad_mode)
-        if int(held.hash()) != state.start:
-            raise ValueError(
-                "this state did not rewind to its start. It was encoded with other parameters or other extra inputs, or a "
-                "block does not repeat itself (dropout in training mode, say: call .eval() first)."
-            )
-        return held.rest()
+        x0: Tensor = rewound(self, state, list(self.blocks), Extra(args, kwargs)).rest()
+        return x0
 
-    def _run(self, x0: Tensor, extra: Extra) -> Pass:
-        """One forward pass."""
+    def _run(self, x0: Tensor, extra: Extra, encoding: bool = False) -> Pass:
+        """One forward pass. `encoding`: its start is to be known again."""
         depth = len(self.blocks)
-        seen = self.range.begin(x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=0)
+        seen = self.range.begin(
+            x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=0, stepwise=encoding
+        )
         check_halves(x0, self.recurrence.dim)
         mode = self._cheapest(x0.dtype) if self.memory == "auto" else self.memory
         state = Coupling(x0, self.recurrence, seen)
@@ -128,10 +103,12 @@ class CouplingNet(nn.Module):
             state, x0, depth, reversed=depth * (mode == "reverse"), kept=depth * (mode == "checkpoint"), verify=self.verify,
             memo=self.memo, deferred=self.range.deferred,
         )  # fmt: skip
+        if encoding:
+            run.start = state.hash()
         for block in self.blocks:
             run.step(block, extra)
         run.look_back()
-        self.range.learn(run.state.range, self.training, 0)
+        self.range.learn(run.state.range)
         return run
 
     def _cheapest(self, dtype: torch.dtype) -> str:

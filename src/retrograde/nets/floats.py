@@ -90,8 +90,8 @@ def momentum(net: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if net.recurrence.in_evaluation.residual:
         plain = Residual(x, form)
         for block in net.blocks:
-            plain.advance(0, block(plain.read(), *args, **kwargs))
-        return plain.read()
+            plain.advance(0, block(plain.x, *args, **kwargs))
+        return plain.x
     v = first(x) if callable(first) else None
     for k, (block, (_, _, gamma, gain)) in enumerate(zip(net.blocks, net.recurrence.factors, strict=True)):
         f = branch(x, givers[k](block, x, *args, **kwargs), form)

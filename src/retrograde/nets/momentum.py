@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..arithmetic.fixed import FixedPoint
 from ..memory.budget import Observer, Scheduler
-from ..memory.modes import MemoryPlan, parse_memory
-from ..memory.stack import Stack
+from ..memory.modes import MemoryPlan, Stack, parse_memory
 from ..reverse.checks import CHOICES as VERIFY
 from ..reverse.extra import Extra
 from ..reverse.forward import Pass
@@ -27,11 +26,11 @@ from ..reverse.momentum import Momentum
 from ..reverse.parts import Memo
 from ..reverse.range import Range
 from ..reverse.recurrence import FORMS, RandomSign, Recurrence, check_reversible, gamma_of, recurrence_of
-from ..reverse.residual import Residual
+from ..reverse.residual import PlainPass
 from ..reverse.sign import Signed
 from . import saved
 from .checks import Choice, choice, modules
-from .inverse import State, inverted
+from .inverse import State, rewound
 from .relu import whole
 
 Gamma = float | Iterable[float] | RandomSign
@@ -74,6 +73,8 @@ class MomentumNet(saved.Described, nn.Module):
 
     verify: Any = Choice("what is compared in backward", VERIFY)
     overflow: Any = Choice("what happens where a value is not finite", ("raise", "nan"))
+    form_of_steps: str | None = None
+    """The form that the steps have, if not that of the blocks."""
 
     def __init__(
         self, blocks: Iterable[nn.Module], gamma: Gamma = 0.9, *,
@@ -104,7 +105,8 @@ class MomentumNet(saved.Described, nn.Module):
 
     @gamma.setter
     def gamma(self, gamma: Gamma) -> None:
-        recurrence = recurrence_of(gamma, len(self.blocks), self._form_of_steps, self.range.narrow)
+        form = self.form_of_steps or self.form
+        recurrence = recurrence_of(gamma, len(self.blocks), form, self.range.narrow)
         check_reversible(self._stack.mode, recurrence)
         self._stack.recurrence = recurrence
 
@@ -117,10 +119,6 @@ class MomentumNet(saved.Described, nn.Module):
     def form(self) -> str:
         """What the blocks compute."""
         return self._form
-
-    @property
-    def _form_of_steps(self) -> str:
-        return self.form
 
     @property
     def memory(self) -> Any:
@@ -145,8 +143,7 @@ class MomentumNet(saved.Described, nn.Module):
         """x_K, the last x. Extra inputs go to every block."""
         if self._scheduler.budget is not None:
             check_input(x)
-            velocity = self.velocity if isinstance(self.velocity, str | None) else "own"
-            self._stack.kind = velocity, sum(map(whole, self._steps()))
+            self._stack.kind = self.described["velocity"], sum(map(whole, self._steps()))
             self._scheduler.schedule(self, [self._stack], (x, *args), kwargs)
         run = self._run(x, Extra(args, kwargs))
         if self._stack.recorder is not None:
@@ -156,18 +153,19 @@ class MomentumNet(saved.Described, nn.Module):
     def encode(self, x: Tensor, *args: Any, **kwargs: Any) -> State:
         """The final state, from which `inverse` recovers x (as fixed point holds it) bit for bit."""
         check_reversible("reverse", self._in_mode())
-        run = self._run(x, Extra(args, kwargs), MemoryPlan(len(self.blocks), 0, 0))
+        run = self._run(x, Extra(args, kwargs), encoding=True)
         held = run.state.copy()
-        return State(run.finish(), run.rest(), held.fixed, held, run.tracked)
+        return State(x=run.finish(), v=run.rest(), fixed=held.fixed, held=held, start=run.start, grad_mode=run.tracked)
 
     @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
         check_reversible("reverse", self._in_mode())
-        return inverted(self, state, Extra(args, kwargs))
+        x0: Tensor = rewound(self, state, self._steps(), Extra(args, kwargs)).pull(-1)
+        return x0
 
-    def _run(self, x0: Tensor, extra: Extra, plan: MemoryPlan | None = None) -> Pass:
-        """One forward pass. `plan`: how the blocks are remembered, if not as the memory mode or the budget says."""
+    def _run(self, x0: Tensor, extra: Extra, encoding: bool = False) -> Pass:
+        """One forward pass. `encoding`: all blocks are reversed, whatever the memory mode, and the start is to be known again."""
         stack, depth = self._stack, len(self.blocks)
         recurrence = stack.recurrence
         in_mode = recurrence if self.training else recurrence.in_evaluation
@@ -177,32 +175,34 @@ class MomentumNet(saved.Described, nn.Module):
             self.range.deferred.collect(x0)
         else:
             seen = self.range.begin(
-                x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=recurrence.most_guard
-            )
-        if plan is None:
+                x0, depth + 1, training=self.training, overflow=self.overflow, most_guard=recurrence.most_guard, stepwise=encoding,
+            )  # fmt: skip
+        plan = MemoryPlan(depth, 0, 0)
+        if not encoding:
             known = None if stack.planned is not None else in_mode.plans.get((x0.dtype, stack.mode))
             plan = self.plan = known or stack.plan_for(x0.dtype, self.training)
         observer = None if stack.recorder is None else stack.recorder.observer(stack, x0, self.training)
-        state: Any
+        ways: dict[str, Any] = {
+            "reversed": plan.reversed, "kept": plan.kept, "verify": self.verify, "memo": self.memo, "deferred": self.range.deferred,
+            "look": None if observer is None else observer.look,
+        }  # fmt: skip
         if plain:
             if plan.kept and torch.is_grad_enabled():
                 check_surroundings()
-            state = Residual(x0, self.form)
+            run: Pass = PlainPass(x0, self.form, depth, **ways)
         else:
             kind = Signed if recurrence.signed else Momentum
-            state = kind(x0, recurrence, seen, reversible=plan.reversed == depth)
-        run = Pass(
-            state, x0, depth, reversed=plan.reversed, kept=plan.kept, verify=self.verify, memo=self.memo, deferred=self.range.deferred,
-            look=None if observer is None else observer.look,
-        )  # fmt: skip
+            run = Pass(kind(x0, recurrence, seen, reversible=plan.reversed == depth), x0, depth, **ways)
         if self.velocity is not None and not plain:
             self._launch(run, extra, observer)
+        if encoding:
+            run.start = run.state.hash()
         for k, block in enumerate(self._steps()):
             form = "block" if recurrence.form == "relu" and whole(block) else None
             run.step(block if observer is None else observer.watch(k, block), extra, form=form)
         if not plain:
             run.look_back()
-            self.range.learn(run.state.range, self.training, recurrence.most_guard)
+            self.range.learn(run.state.range)
         return run
 
     def _steps(self) -> tuple[Any, ...]:
@@ -215,10 +215,8 @@ class MomentumNet(saved.Described, nn.Module):
             )
         return tuple(self.blocks)
 
-    def _launch(self, run: Pass, extra: Extra, observer: Observer | None = None) -> None:
-        """Set v₀, if it is not 0."""
-        if self.velocity is None:
-            return
+    def _launch(self, run: Pass, extra: Extra, observer: Observer | None) -> None:
+        """Set v₀, which is not 0."""
         block: Any = self.velocity
         form = "branch"
         if self.velocity == "first":

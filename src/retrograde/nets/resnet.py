@@ -131,12 +131,10 @@ class RectifiedNet(MomentumNet):
     ('block', 'relu')
     """
 
+    form_of_steps = "relu"
+
     def __init__(self, blocks: Sequence[nn.Module], gamma: Any = 0.9, **options: Any) -> None:
         super().__init__(blocks, gamma, form="block", **options)
-
-    @property
-    def _form_of_steps(self) -> str:
-        return "relu"
 
     def _steps(self) -> tuple[Any, ...]:
         groups = super()._steps()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow
-from .containers import CONTAINERS
+from .changes import CONTAINERS
 from .extra import Extra, shared
 from .parts import Memo, Parts, parts_of, written
 
@@ -46,18 +46,11 @@ class Run:
         self.name = name
         self.form = form
         self.parts = parts
-        self.generators, _ = extra.around(x)
-        self.places = shared(self.generators.places())
+        self.surroundings = extra.surroundings(x)
+        self.places = shared(self.surroundings.places())
         self.statistics = statistics
         self.versions = list(map(written, parts.watched))
         self.x: Callable[[], Tensor | None] = lambda: None  # what was handed out after its step
-
-    def ran(self, run: Pass) -> None:
-        """The block has run, and its step is taken."""
-        self.x = weakref.ref(run.x)
-        self.parts.writes = list(map(written, self.parts.watched)) != self.versions
-        if self.parts.writes:  # to a parameter, or to a buffer that is no running statistic
-            run.look_back(repeatable=False)
 
     def renew(self, x: Tensor) -> None:
         """Give the x that was handed out its new values, if anybody still has it."""
@@ -135,6 +128,14 @@ class Again:
         self.runs.append(Run(block, extra, name, form, x, parts, self.statistics.of(parts, memo)))
         return True
 
+    def ran(self, run: Pass) -> None:
+        """The block that was noted last has run, and its step is taken."""
+        last = self.runs[-1]
+        last.x = weakref.ref(run.x)
+        last.parts.writes = list(map(written, last.parts.watched)) != last.versions
+        if last.parts.writes:  # to a parameter, or to a buffer that is no running statistic
+            run.look_back(repeatable=False)
+
     def put_back(self) -> None:
         """Let running statistics stand as they did at the start. Random generators are put where they were block by block."""
         for run in reversed(self.runs):  # the first of those of one block is the last to be put back
@@ -145,14 +146,14 @@ class Again:
         """The runs in their order, each after its generators were put where they were; after the last one, where they are now."""
         if not self.runs:
             return
-        generators = self.runs[-1].generators
-        now = generators.places()
+        surroundings = self.runs[-1].surroundings
+        now = surroundings.places()
         try:
             for run in self.runs:
-                run.generators.put(run.places)
+                run.surroundings.put(run.places)
                 yield run
         finally:
-            generators.put(now)
+            surroundings.put(now)
 
 
 def _moves(value: Any) -> bool:
@@ -172,17 +173,14 @@ def collective(parts: Parts) -> bool:
     return sharded or bool(kinds & {"FSDPModule", "FullyShardedDataParallel", "SyncBatchNorm"})
 
 
-def note_run(run: Pass, block: Any, extra: Extra, name: str, form: str | None) -> Run | None:
+def note_run(run: Pass, block: Any, extra: Extra, name: str, form: str | None) -> None:
     """Note what a pass is about to run, in order to run it again; or else let it look after every step from now on."""
     assert run.again is not None
     parts = parts_of(block, name, run.memo)
     if collective(parts):
         run.again = None  # other processes would wait: what the values were is told later
-    elif run.again.note(block, extra, name, form, run.x, parts, run.memo):
-        return run.again.runs[-1]
-    else:
+    elif not run.again.note(block, extra, name, form, run.x, parts, run.memo):
         run.look_back()
-    return None
 
 
 def look_back(run: Pass, repeatable: bool) -> None:
@@ -193,7 +191,7 @@ def look_back(run: Pass, repeatable: bool) -> None:
     assert run.again is not None
     again, run.again = run.again, None
     state = run.tape.state
-    if state.range.look_back(run.k + 1):
+    if state.range.look_back(state.range.table[: run.k + 1].tolist()):
         return
     if not repeatable:
         state.range.refuse(0, run.k + 1)

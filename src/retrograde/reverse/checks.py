@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arithmetic.hash import digest
-from ..arithmetic.kernels import KERNELS, sampler
+from ..arithmetic.kernels import KERNELS, digest, sampler
 from ..errors import ReplayError
 from .cuda import check_capturable
 from .deferred import Deferred

@@ -26,6 +26,9 @@ class Recurrence:
     dim: int  # along which the input is split into v and x
     squeezes: tuple[int, ...]  # after each block: the factor r by which both streams are squeezed (1: not at all)
 
+    def __str__(self) -> str:
+        return f"{len(self.squeezes)} blocks"
+
 
 class CouplingGradient(Gradient):
     """A half adds to its stream, so its gradient needs no values: gy is the gradient of the moved stream, which passes on."""
@@ -74,7 +77,6 @@ class Coupling(State):
         return self.decoded(self.input_name(self.at))
 
     def rest(self) -> Tensor:
-        """v and x in one, as the input was."""
         return torch.cat([self.decoded("v"), self.decoded("x")], self.recurrence.dim)
 
     def take(self, k: int, y: Tensor) -> Tensor:
@@ -86,14 +88,12 @@ class Coupling(State):
         self.at = k + 1
         return self.read()
 
-    def draw(self, k: int, out: Tensor | None) -> None:
+    def draw(self, k: int) -> Tensor:
         r = self.recurrence.squeezes[k]
         self.v, self.x = unsqueeze(self.v, r), unsqueeze(self.x, r)
         self.at = k
-        if out is not None:
-            out.set_(self.read())  # type: ignore[call-overload] # a squeeze changes its shape
+        return self.read()
 
-    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+    def undo(self, k: int, y: Tensor, further: bool) -> Tensor | None:
         getattr(self, self.input_name(k + 1)).sub_(self.integers(y))
-        if out is not None:
-            self.draw(k - 1, out)
+        return self.draw(k - 1) if further else None

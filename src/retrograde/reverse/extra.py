@@ -8,8 +8,8 @@ can be neither read nor set: blocks that draw from one are refused then (`cuda.U
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from .containers import all_at_once, copied
+from .changes import all_at_once, copied
 from .cuda import capturing_on
 
 Autocast = list[tuple[str, bool, torch.dtype, bool]]
@@ -41,14 +41,14 @@ class Extra:
         if args or kwargs:
             copied((args, *kwargs.values()), copies)
         self.contains = bool(copies)  # lists or dictionaries, which a block may put something into
-        self._around: tuple[Generators, Autocast] | None = None
+        self._surroundings: Surroundings | None = None
 
-    def around(self, x: Tensor) -> tuple[Generators, Autocast]:
-        """The generators that a block may draw from, and how autocast is set."""
-        if self._around is None:
+    def surroundings(self, x: Tensor) -> Surroundings:
+        """Those of the blocks of this pass."""
+        if self._surroundings is None:
             devices = tuple({t.device for t in (x, *self.tensors) if t.device.type not in ("cpu", "meta")})
-            self._around = Generators(devices, self.generators), autocast_state(x.device.type)
-        return self._around
+            self._surroundings = Surroundings(x.device.type, devices, self.generators)
+        return self._surroundings
 
 
 def unusual() -> bool:
@@ -57,17 +57,19 @@ def unusual() -> bool:
     return traced or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-class Generators:
-    """Those that a block may draw from: the CPU's, the devices', and any that it is given."""
+class Surroundings:
+    """How autocast is set, and the generators that a block may draw from: the CPU's, the devices', and any that it is given."""
 
-    def __init__(self, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> None:
+    def __init__(self, device: str, devices: Sequence[torch.device], given: Sequence[torch.Generator]) -> None:
         everyone = [torch.default_generator, *map(_default, devices), *given]
         self.capturing = any(map(capturing_on, devices))
         self.counted = [g for g in everyone if g.device.type == "cuda" and not self.capturing]
         self.others = [g for g in everyone if g.device.type != "cuda"]
+        self.device = device
+        self.autocast = autocast_state(device)
 
     def places(self) -> Places:
-        """Where they stand."""
+        """Where the generators stand."""
         return [(g.initial_seed(), g.get_offset()) for g in self.counted], [g.get_state() for g in self.others]
 
     def put(self, places: Places) -> None:
@@ -82,6 +84,16 @@ class Generators:
             map(torch.Generator.set_offset, self.counted, [offset for _, offset in counted]),
             map(torch.Generator.set_state, self.others, states),
         )
+
+    def exchanged(self, places: Places) -> tuple[Iterator[Any], Iterator[Any]]:
+        """The calls by which all is as it was, with generators at these places, and those by which it is as it is now."""
+        now = autocast_state(self.device)
+        then, put_back = self.putting(places), self.putting(self.places())
+        put_back = chain(starmap(torch.clear_autocast_cache, [()]), put_back)
+        if now != self.autocast:
+            then = chain(then, starmap(torch.autocast_increment_nesting, [()]), autocast_put(self.autocast))
+            put_back = chain(autocast_put(now), starmap(torch.autocast_decrement_nesting, [()]), put_back)
+        return then, put_back
 
 
 def _default(device: torch.device) -> Any:
@@ -111,10 +123,8 @@ def autocast_state(device: str) -> Autocast:
     return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices]
 
 
-def autocast_put(noted: Autocast, now: Autocast) -> Iterable[Any]:
-    """The calls that set autocast as noted, if it is not so now."""
-    if noted == now:
-        return ()
+def autocast_put(noted: Autocast) -> Iterator[Any]:
+    """The calls that set autocast as noted."""
     devices, enabled, dtypes, caches = zip(*noted, strict=True)
     return chain(
         map(torch.set_autocast_enabled, devices, enabled),

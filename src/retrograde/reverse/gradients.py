@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.reference import carried, scaled, unpacked
-from .nodes import keeps_graph, traced
+from .forms import add, launched
 from .recurrence import FORMS, Recurrence
-from .scheme import Gradient, Gradients, laid_out
+from .scheme import Gradient, Gradients, keeps_graph, laid_out, traced
 
 
 class MomentumGradient(Gradient):
@@ -44,7 +44,7 @@ class MomentumGradient(Gradient):
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         p, h = tokens
         if k < 0:
-            return self.launched(self.add(p, d), None if h is None else h * self.recurrence.carried[0][0])
+            return launched(self, add(p, d, self.dtype), None if h is None else h * self.recurrence.carried[0][0])
         if d is None:
             like = h if h is not None else p
             if like is None:
@@ -79,26 +79,6 @@ class MomentumGradient(Gradient):
     def leave(self, gradient: Tensor) -> Gradients:
         """From the gradient of v as a float."""
         return [None, gradient.to(self.dtype)]
-
-    def launched(self, gx: Tensor | None, gv: Tensor | None) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the tokens and of the output that made v₀, from those of x₀ and v₀."""
-        if gv is None:
-            return [gx, None], None
-        gx, gy = self.through_form(-1, gx, gv)
-        return [gx, None], gy
-
-    def through_form(self, k: int, gx: Tensor | None, gf: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Gradients of x and of block k's output y, from those of x and of f, which form "block" or "relu" makes of both."""
-        if self.forms[k] != 2:
-            return (self.add(gx, -gf) if self.forms[k] else gx), gf
-        passed = unpacked(self.mask(k), gf.shape, self.strides)
-        return self.add(gx, -torch.where(passed, 0, gf)), torch.where(passed, gf, 0)
-
-    def add(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        """a + b, into a's memory where it is an array and no graph is made of it; b is never written to."""
-        if a is None or b is None:
-            return a if b is None else b.to(self.dtype, copy=True)
-        return a + b if traced(a, b) or 0 in a.stride() else a.add_(b)
 
     def mask(self, k: int) -> Tensor:
         """Where the relu of block k passed its input. The masks above are let go of, unless the graph is to be run through again."""

@@ -13,13 +13,13 @@ from torch import Tensor
 from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.kernels import kernels_for
 from ..errors import ReplayError
+from .replay import Call
 
 
 class Kept:
     """One block's input. Nobody may change the float."""
 
-    needs_output = False
-    """Whether a replay must run to its end."""
+    needs_output = False  # a replay may stop at the last tensor that autograd saved
 
     def __init__(self, x: Tensor) -> None:
         self.hold(x)
@@ -29,10 +29,19 @@ class Kept:
         self.version = x._version
         self.fixed: FixedPoint | None = None
 
-    def hold_integers(self, q: Tensor, fixed: FixedPoint, dtype: torch.dtype) -> None:
-        self.hold(q.clone())
-        self.fixed = fixed
-        self.dtype = dtype
+    def note(self, k: int, call: Call, saves: bool, state: Any) -> None:
+        """Block k has run on it: hold what its replay will need."""
+        if state.fixed is None:  # of a plain network
+            if call.writes:
+                raise ReplayError(
+                    f"{call.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
+                )
+        elif saves and state.fixed.dtype.itemsize < state.dtype.itemsize:
+            self.hold(getattr(state, state.input_name(k)).clone())
+            self.fixed = state.fixed
+            self.dtype = state.dtype
+        elif call.writes:
+            self.hold(state.read())
 
     def recall(self, k: int) -> Tensor:
         if self.x._version != self.version:
@@ -43,7 +52,7 @@ class Kept:
         if self.fixed is None:
             return x
         out = torch.empty_like(x, dtype=self.dtype)
-        kernels_for(x, x.dtype).decode(x, 2.0**-self.fixed.bits, out)
+        kernels_for(x, x.dtype).decode(x, self.fixed.unit, out)
         return out
 
     def settle(self, k: int, y: Any, now: bool) -> None: ...

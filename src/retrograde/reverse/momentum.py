@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .forms import launch
 from .gradients import MomentumGradient
-from .launch import launch
 from .recurrence import Recurrence
 from .scheme import State, laid_out
-
-EMPTIED = -1
-"""Among the buffers: the last one that the way back has done with. At layer 0 it is the first, which must be empty again."""
 
 
 class Momentum(State):
@@ -44,7 +41,7 @@ class Momentum(State):
 
     def rest(self) -> Tensor:
         """v as a float."""
-        return self.room().copy_(self.fixed.decode(self.v, self.dtype, self.fixed.guard))
+        return self.fixed.decode(self.v, self.dtype, self.fixed.guard)
 
     def take(self, k: int, y: Tensor) -> Tensor:
         begin, dtype, over = self.recurrence.places[k]
@@ -57,33 +54,36 @@ class Momentum(State):
         if self.forms[k] == 2:
             mask = torch.empty(-(-self.x.numel() // 8), dtype=torch.uint8, device=self.x.device)
             self.gradient.masks[k] = mask
-        out = self.room()
+        out = torch.empty_like(self.x, dtype=self.dtype)
         *step, before, over = self._step(k, y)
         self.gradient.output_dtypes[k] = step[3].dtype
         self.kernels.advance(*step, out, self.range.rows[k + 1], mask, before, over)
         return out
 
-    def draw(self, k: int, out: Tensor | None) -> None:
-        self.kernels.pull(self.x, self.v, self.unit, self.fixed.guard, self.room() if out is None else out)
+    def draw(self, k: int) -> Tensor:
+        out = torch.empty_like(self.x, dtype=self.dtype)
+        self.kernels.pull(self.x, self.v, self.fixed.unit, self.fixed.guard, out)
+        return out
 
-    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
+    def undo(self, k: int, y: Tensor, further: bool) -> Tensor | None:
+        out = torch.empty_like(self.x, dtype=self.dtype) if further else None
         *step, before, over = self._step(k, y)
         self.kernels.retreat(*step, out, before, over)
-        if k in self.buffers:
-            self.buffers[EMPTIED] = self.buffers.pop(k)
+        self.buffers.pop(k, None)
+        return out
 
     def _step(self, k: int, y: Tensor) -> tuple[Any, ...]:
         """Arguments of the kernels: x to guard; then the buffer before that of step k with how many bits of its digit go there."""
         y = laid_out(y.detach(), self.x.stride(), self.fixed.work)
         n, d, _, factor = self.recurrence.factors[k]
         begin, _, over = self.recurrence.places[k]
-        numbers = (n, d, factor / self.guarded_unit, self.unit, self.forms[k], self.fixed.guard)
+        numbers = (n, d, factor / self.fixed.guarded_unit, self.fixed.unit, self.forms[k], self.fixed.guard)
         before = self.buffers[self.recurrence.places[k - 1][0]] if over else None
         return self.x, self.v, self.buffers.get(begin), y, self.dtype, *numbers, before, over
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
-        x = float(self.x.abs().amax()) * self.unit
-        v = float(self.v.abs().amax()) * self.guarded_unit
+        x = float(self.x.abs().amax()) * self.fixed.unit
+        v = float(self.v.abs().amax()) * self.fixed.guarded_unit
         _, _, gamma, factor = self.recurrence.factors[k]
         v1 = gamma * v + factor * (f + (x if self.gradient.forms[k] else 0.0))
         return x + v1, v1

@@ -1,33 +1,23 @@
 """What a block is made of: its modules, parameters and buffers, and how they are put back where they were exchanged.
 
-Running statistics of normalisation layers, on which the output does not depend, are told from buffers that it may
-depend on. Containers that a module of the user's own has as attributes (lists of losses) are copied before the first
-run: a replay finds them so, and what it puts into them is dropped. A network keeps what it found of its blocks in a
-memo; what is no longer as it was is looked up anew.
+A network keeps what it found of its blocks in a memo; what is no longer as it was is looked up anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from .containers import CONTAINERS, copied
+from .changes import CONTAINERS, has_statistics, scratch
 
 _training = attrgetter("training")
-STATISTICS_ONLY = {_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward}
-"""Forward methods that in training write running statistics and never read them. Those of other libraries may be added."""
-
-
 _MODULE = frozenset(vars(nn.Module()))
 
 
@@ -51,8 +41,8 @@ class Parts:
         self.writes = False  # to a parameter or a buffer that is no running statistic: what has been seen (`again`)
         self.holds = any(names for _, names in self.noted)
         self.contents = self._contents()  # modes first
-        moving = {m for m in modules if _has_statistics(m)}
-        self.statistics = [(m._buffers, {name: _scratch(b) for name, b in m._buffers.items()}) for m in moving]
+        moving = {m for m in modules if has_statistics(m)}
+        self.statistics = [(m._buffers, {name: scratch(b) for name, b in m._buffers.items()}) for m in moving]
         self.running = [b for own, _ in self.statistics for b in own.values() if b is not None]
         self.counted = not any(b.is_inference() for b in self.running)
         self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
@@ -70,11 +60,6 @@ class Parts:
         """How often the running statistics have been written to; None where that is not counted."""
         return list(map(written, self.running)) if self.counted else None
 
-    def attributes(self, copies: dict[int, Any], tensors: list[Tensor]) -> list[dict[str, Any]]:
-        """Containers of the user's own modules; the others as with `copied`."""
-        noted = [(vars(self.modules[k]), names) for k, names in self.noted if names]
-        return [{name: copied(of[name], copies, tensors) for name in names if name in of} for of, names in noted]
-
     def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[Iterator[Any], Iterator[Any]]:
         """The calls that put what a replay is to find into the modules, and those that put back what was there.
 
@@ -83,7 +68,7 @@ class Parts:
 
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
-            attributes: what `attributes` returned.
+            attributes: containers of the modules, as `Containers.fresh` returned them.
         """
         own: list[dict[str, Any]] = [of for of, _ in self.statistics]
         replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
@@ -107,11 +92,6 @@ class Parts:
     def modules(self) -> tuple[nn.Module, ...]:
         root = self.root()
         return self.inner if root is None else (root, *self.inner)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """That of the first parameter: `model.half()` changes it and no version, and the dtypes of all others with it."""
-        return self.parameters[0].dtype if self.parameters else None
 
     def unchanged(self) -> bool:
         """Whether all of it is still there, in the same mode."""
@@ -150,22 +130,3 @@ def _none() -> None:
 
 def _plain(module: nn.Module) -> bool:
     return all(p is None or type(p) in (Tensor, nn.Parameter) for p in module._parameters.values())
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Whether running the module moves running statistics on which its output does not depend."""
-    if not isinstance(module, _NormBase) or not module.training or not module.track_running_stats:
-        return False
-    return type(module).forward in STATISTICS_ONLY
-
-
-def _scratch(statistics: Tensor | None) -> Tensor | None:
-    """Somewhere to put running statistics that nobody will read."""
-    if statistics is None or type(statistics) is not Tensor:  # a tensor without values (FakeTensor) is not to be kept
-        return None if statistics is None else torch.zeros_like(statistics)
-    return _scratch_like(statistics.shape, statistics.dtype, statistics.device)
-
-
-@lru_cache(maxsize=64)
-def _scratch_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -60,11 +60,14 @@ class PassRange:
     Attributes:
         looks: whether there is a look after every step.
         looks_back: whether there is one look at all steps, where the pass ends (`again`).
+        training, most_guard: of the pass, as its `Range` was told.
         restart: begins a range for the same pass once more, on x₀, with a look after every step.
         x, v: the largest values seen; start: that of x₀, as an integer.
         broken: a value was out of range or not finite, and is refused.
     """
 
+    training: bool
+    most_guard: int
     restart: Callable[[Tensor], PassRange]
 
     def __init__(
@@ -87,37 +90,31 @@ class PassRange:
         self.start = 0.0
         self.broken = False
 
-    def again(self, x0: Tensor, fixed: FixedPoint) -> PassRange:
-        """For another pass like this one, beginning with this fixed point."""
-        return PassRange(x0, fixed, len(self.rows), stepwise=False, given=self.given, overflow="nan", waits=self.waits)
-
     def hold(self, fixed: FixedPoint) -> None:
         """Use this fixed point from now on. `limits` are of |v| and |x|, as integers; x must fit its float, too."""
         self.fixed = fixed
         largest = torch.finfo(self.dtype).max * 2.0**fixed.bits if fixed.bits < 900 else fixed.limit
         self.limits = fixed.limit, min(fixed.limit, largest)
 
-    def fits(self, row: int) -> bool:
-        """Whether the values of this row are in range, as far as that is looked at now."""
-        return not self.looks or self.take_note(row, [self.rows[row].tolist()])
-
-    def take_note(self, first: int, rows: list[list[float]]) -> bool:
-        """Note the largest values of rows of the table, from the first of them on; whether all are in range."""
+    def fits(self, row: int, values: list[float] | None = None) -> bool:
+        """Whether the values of this row are in range, as far as that is looked at now. `values`: where they were read already."""
+        if not self.looks:
+            return True
+        v, x = self.rows[row].tolist() if values is None else values
         limit_v, limit_x = self.limits
-        for row, (v, x) in enumerate(rows, first):
-            if not (v <= limit_v and x <= limit_x):
-                return False
-            self.x = max(self.x, x * 2.0**-self.fixed.bits)
-            self.v = max(self.v, v * 2.0 ** -(self.fixed.bits + self.fixed.guard))
-            if row == 0:
-                self.start = x
+        if not (v <= limit_v and x <= limit_x):
+            return False
+        self.x = max(self.x, x * self.fixed.unit)
+        self.v = max(self.v, v * self.fixed.guarded_unit)
+        if row == 0:
+            self.start = x
         return True
 
-    def look_back(self, rows: int) -> bool:
-        """Whether the values of the first rows were in range. From now on, there is a look after every step."""
+    def look_back(self, table: list[list[float]]) -> bool:
+        """Whether these first rows were in range. From now on, there is a look after every step."""
         self.looks = True
         self.looks_back = False
-        return self.take_note(0, self.table[:rows].tolist())
+        return all(self.fits(row, values) for row, values in enumerate(table))
 
     def refuse(self, row: int, rows: int = 1) -> None:
         """Raise because of the values of these rows; or, if that was asked for, let the output be NaN."""
@@ -194,6 +191,8 @@ class Range:
         seen = PassRange(
             x0, fixed, rows, stepwise=stepwise or known is None, given=given, overflow=overflow, waits=waits
         )
+        seen.training = training
+        seen.most_guard = most_guard
         seen.restart = partial(
             self.begin, rows=rows, training=training, overflow=overflow, most_guard=most_guard, stepwise=True
         )
@@ -226,41 +225,41 @@ class Range:
             return own
         return wider(own, trained, 0 if dtype == torch.int16 else YIELDED)
 
-    def learn(self, seen: PassRange, training: bool, most_guard: int = MOST_GUARD) -> None:
+    def learn(self, seen: PassRange) -> None:
         """Take note of the largest values of a finished pass."""
         if (seen.given and seen.looks) or seen.broken:
             return
         if seen.looks:
-            self._note(seen, training, most_guard)
+            self._note(seen)
         if seen.waits or not seen.looks:
             table, fetched = seen.table, copy.copy(seen)
             del fetched.table, fetched.rows, fetched.restart  # a check keeps no memory on the device
-            judge = partial(self._judge, fetched, training, most_guard)
-            (self.deferred.prepare if seen.looks else self.deferred.tell)(table, judge)
+            (self.deferred.prepare if seen.looks else self.deferred.tell)(table, partial(self._judge, fetched))
 
-    def _judge(self, seen: PassRange, training: bool, most_guard: int, table: Tensor, when: str) -> None:
+    def _judge(self, seen: PassRange, table: Tensor, when: str) -> None:
         """`learn` of a pass on an accelerator, once its values have arrived."""
         rows = table.tolist()
         seen.x = seen.v = 0.0  # of this table alone: replays of a CUDA graph come here again and again
-        if not seen.take_note(0, rows):
-            self.found.pop((seen.fixed.dtype, training), None)  # the next pass looks again
-            self.noted.pop((seen.fixed.dtype, training), None)
+        if not seen.look_back(rows):
+            self.found.pop((seen.fixed.dtype, seen.training), None)  # the next pass looks again
+            self.noted.pop((seen.fixed.dtype, seen.training), None)
             if seen.raises:
                 check_range(rows, seen.fixed, seen.limits)
         elif not seen.given:
-            self._note(seen, training, most_guard)
+            self._note(seen)
 
-    def _note(self, seen: PassRange, training: bool, most_guard: int) -> None:
+    def _note(self, seen: PassRange) -> None:
         """Follow the largest values with the range of the next pass, where their magnitudes are not those of the pass before."""
-        used, x, v, start = seen.fixed, seen.x, seen.v, seen.start
+        used, x, v, start, most_guard = seen.fixed, seen.x, seen.v, seen.start, seen.most_guard
+        key = used.dtype, seen.training
         values = (used, most_guard, *[math.frexp(largest)[1] if largest else None for largest in (x, v, start)])
-        if self.noted.get((used.dtype, training)) == (values, self.found.get((used.dtype, training))):
+        if self.noted.get(key) == (values, self.found.get(key)):
             return
         check_resolution(x, calibrated(x, v, used.dtype, most_guard))
         fixed = followed(used, x, v, most_guard)
-        self.found[used.dtype, training] = fixed
+        self.found[key] = fixed
         check_start(start, fixed)
-        self.noted[used.dtype, training] = values, fixed
+        self.noted[key] = values, fixed
 
 
 def holders(net: nn.Module) -> Iterator[tuple[str, Any]]:

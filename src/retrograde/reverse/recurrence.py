@@ -120,7 +120,7 @@ class Recurrence:
 
     @cached_property
     def plans(self) -> dict[Any, Any]:
-        """Memory plans worked out for it, by the dtype of the input and the memory mode (`memory.stack`)."""
+        """Memory plans worked out for it, by the dtype of the input and the memory mode (`memory.modes`)."""
         return {}
 
     @cached_property

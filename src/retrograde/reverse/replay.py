@@ -13,7 +13,7 @@ NOTE 2 (nothing saved). A block that saves nothing triggers no replay. The tape 
 NOTE 3 (its own input). The replayed input is a tensor of its own. It requires a gradient exactly when the first one did,
     and where the block writes to it, it is no leaf.
 NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running statistics, and lists that a block
-    changes (`containers`) are put back around a replay, and restored after it: by one call into C, the first one of its
+    changes (`changes`) are put back around a replay, and restored after it: by one call into C, the first one of its
     `try` or `finally`, so that Ctrl-C cannot come in between. (Python looks for signals where a function of its own begins,
     and after each call.) What autograd saves is caught without `torch.autograd.graph.saved_tensors_hooks` for that reason.
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import ReplayError
-from .containers import all_at_once, copied, copied_arguments
+from .changes import Containers, all_at_once
 from .cuda import Undrawn
-from .extra import Extra, autocast_put, autocast_state, shared
+from .extra import Extra, shared
 from .heap import give_back
 from .inside import saved_so_far
 from .parts import Memo, parts_of
@@ -69,39 +69,35 @@ class Enough(BaseException):
 class Call:
     """A block, what it was run with, and how to run it again."""
 
-    def __init__(
-        self, block: Any, extra: Extra, name: str, memo: Memo | None = None, noted: Run | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Run | None = None) -> None:
         self.block = block
-        self.extra: Extra | None = extra  # until the first run is over: what blocks put into its lists leads back here
-        self.contains = extra.contains
         self.name = name
-        self.noted = noted  # what `again` has noted: the parts, and where the generators stand
         self.parts = parts_of(block, name, memo) if noted is None else noted.parts
+        self.places: Any = None if noted is None else noted.places  # where the generators stand, if `again` has noted it
+
+    def first(self, x: Tensor, extra: Extra, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
         self.args = extra.args
         self.kwargs = extra.kwargs
-
-    def first(self, x: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-        """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
-        extra, self.extra = self.extra, None
-        noted, self.noted = self.noted, None
-        assert extra is not None
-        self.attributes: list[dict[str, Any]] = []
         self.watched = [*self.parts.watched, *extra.watched] if extra.watched else self.parts.watched
-        if self.contains or self.parts.holds:
-            self._copy_containers()
+        self.containers = None
+        if extra.contains or self.parts.holds:
+            self.containers = Containers(self.parts, extra.args, extra.kwargs)
+            self.args = ()  # what the block puts into its lists leads back here
+            self.kwargs = {}
+            self.watched = [*self.watched, *self.containers.tensors]
         self.versions = list(map(version, self.watched))
-        self.generators, self.autocast = extra.around(x)
+        self.dtypes = [p.dtype for p in self.parts.parameters[:1]]
+        self.surroundings = extra.surroundings(x)
+        self.places = self.places or shared(self.surroundings.places())
         self.requires_grad = x.requires_grad
-        self.dtype = self.parts.dtype
-        self.places = shared(self.generators.places()) if noted is None else noted.places
         self.recorded = torch.is_grad_enabled()
         torch.get_num_threads()  # NOTE 6
         before = x._version
         self.writes = True  # for all that is known before it has run
         try:
             _push_hooks(pack, unpack)
-            with Undrawn() if self.generators.capturing else nullcontext():
+            with Undrawn() if self.surroundings.capturing else nullcontext():
                 y = self.block(x, *extra.args, **extra.kwargs)
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
@@ -120,15 +116,6 @@ class Call:
             raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
         return y
 
-    def _copy_containers(self) -> None:
-        """Copy what the block may put something into: containers among its arguments, and as attributes of its modules."""
-        copies: dict[int, Any] = {}
-        inside: list[Tensor] = []
-        self.attributes = self.parts.attributes(copies, inside)
-        if self.contains:
-            self.args, self.kwargs = copied_arguments(self.args, self.kwargs, copies, inside)
-        self.watched = [*self.watched, *(t for t in inside if not t.is_inference())]
-
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
         """Run the block as it was run first, on a fresh x; its output.
 
@@ -138,10 +125,11 @@ class Call:
         """
         if list(map(version, self.watched)) != self.versions:
             self._refuse_change("a parameter, buffer or extra input of {} was changed after its forward pass")
-        if self.parts.dtype != self.dtype:
+        dtypes = [p.dtype for p in self.parts.parameters[:1]]  # `model.half()` changes them, and no version
+        if dtypes != self.dtypes:
             raise ReplayError(
-                f"the parameters of {self.name} were made {self.parts.dtype} after its forward pass, in which they were "
-                f"{self.dtype}. {_ADVICE}"
+                f"the parameters of {self.name} were made {dtypes[0]} after its forward pass, in which they were {self.dtypes[0]}. "
+                f"{_ADVICE}"
             )
 
         versions: list[int] = []
@@ -163,24 +151,14 @@ class Call:
             return saved[index]
 
         grad = torch.is_grad_enabled()
-        now = self.generators.places()
-        copies: dict[int, Any] = {}
         args, kwargs = self.args, self.kwargs
-        if self.contains:
-            args, kwargs = copied_arguments(args, kwargs, copies)
-        attributes = [{name: copied(value, copies) for name, value in of.items()} for of in self.attributes]
+        attributes: list[dict[str, Any]] = []
+        if self.containers is not None:
+            args, kwargs, attributes = self.containers.fresh()
         exchange, put_back = self.parts.exchanged(grad, attributes)
-        autocast = autocast_state(x.device.type)
-        nested = [] if autocast == self.autocast else [()]
-        before = chain(
-            exchange, self.generators.putting(self.places), starmap(torch.autocast_increment_nesting, nested),
-            autocast_put(self.autocast, autocast), map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]),
-        )  # fmt: skip
-        after = chain(
-            starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), autocast_put(autocast, self.autocast),
-            starmap(torch.autocast_decrement_nesting, nested), starmap(torch.clear_autocast_cache, [()]),
-            self.generators.putting(now),
-        )  # fmt: skip
+        surround, leave = self.surroundings.exchanged(self.places)
+        before = chain(exchange, surround, map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]))
+        after = chain(starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), leave)
         torch.get_num_threads()  # NOTE 6
         try:  # NOTE 4
             all_at_once(before)
@@ -196,13 +174,6 @@ class Call:
                 f"{self.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that is not in place."
             )
         return y.detach() if isinstance(y, Tensor) else y
-
-    def refuse_writes(self) -> None:
-        """Raise if the block wrote to its input, which is to be kept as it was."""
-        if self.writes:
-            raise ReplayError(
-                f"{self.name} writes to its input, so its input cannot be kept. Use memory='store' for it."
-            )
 
     def _refuse_change(self, problem: str) -> None:
         changed = next(t for t, before in zip(self.watched, self.versions, strict=True) if t._version != before)
@@ -230,7 +201,7 @@ class Frame:
         self.saved: list[Any] = []  # tensors, until they are asked for
         self.running: tuple[Tensor, int] | None = None  # in its first run: its input, and the version of that
 
-    def run(self, x: Tensor, look: Any = None) -> Any:
+    def run(self, x: Tensor, extra: Extra, look: Any = None) -> Any:
         """Run the block for the first time. `look` is shown what a plain run would have kept (`memory.schedule.Saved`)."""
         seen = None if self.check is None else self.check.first_run(self.k, self.call, x)
         shapes, last, elements = self.shapes, list[Tensor](), x.numel()
@@ -245,7 +216,7 @@ class Frame:
 
         try:
             self.running = x.detach(), x._version
-            y = self.call.first(x, pack, self.unpack)
+            y = self.call.first(x, extra, pack, self.unpack)
             self.ends_saved = bool(last) and isinstance(y, Tensor) and torch._C._is_alias_of(last[0], y)  # type: ignore
             if seen is not None and shapes:
                 self.to_the_end = seen.end(y)

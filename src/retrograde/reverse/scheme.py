@@ -1,15 +1,12 @@
 """What a reversible scheme is: integers that move in steps, and gradients that pass through a step. All else is the
 same for all schemes.
 
-A scheme is one file with a `State` and a `Gradient`:
+A scheme is one file with a `State` and, where it is more than a few lines, its `Gradient` beside it: `momentum` has
+v ← γ·v + (1−γ)·f(x), x ← x + v; `coupling` has two streams, each moved by a function of the other.
 
-    momentum    v ← γ·v + (1−γ)·f(x)   x ← x + v
-    coupling    two streams, each moved by a function of the other
-    residual    x ← x + f(x): γ = 0, which cannot be reversed
-
-The pass (`forward`) drives a state forwards, the tape (`tape`) drives it back, and the autograd nodes (`nodes`) ask
-its gradient. A scheme moves its integers in place. Where a step leaves the range, it is undone and taken again in a
-wider one (`widening`). docs/extending.md builds a scheme from nothing.
+The pass (`forward`) drives a state forwards and asks its gradient, the tape (`tape`) drives it back. A scheme moves its
+integers in place. Where a step leaves the range, it is undone and taken again in a wider one (`widening`).
+docs/extending.md builds a scheme from nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses import FakeTensor
 
-from ..arithmetic.fixed import FixedPoint
 from ..arithmetic.kernels import KERNELS
 from .range import PassRange
 from .widening import Widening, pull_before, take_wider
 
-Gradients = list[Tensor | None]
-"""Of tokens; None for zero."""
+Gradients = list[Tensor | None]  # of tokens; None for zero
 
 
 def total(dtype: torch.dtype, *gradients: Tensor | None) -> Tensor | None:
@@ -44,6 +40,18 @@ def laid_out(t: Tensor, strides: tuple[int, ...], work: torch.dtype = torch.floa
     if t.dtype == torch.float64 and work == torch.float32:
         t = t.float()
     return t if t.stride() == strides else t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def traced(*gradients: Tensor | None) -> bool:
+    """Whether the backward pass is itself differentiated or vectorised, so that nothing may be done in place."""
+    return torch.is_grad_enabled() or any(
+        g is not None and (is_batchedtensor(g) or is_legacy_batchedtensor(g)) for g in gradients
+    )
+
+
+def keeps_graph() -> bool:
+    """Whether the graph may be run through again after this backward pass."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 class Gradient:
@@ -91,22 +99,14 @@ class State:
         recurrence: what the network computes, apart from its blocks, for the scheme itself to read.
         seen: the range of the pass.
         reversible: keep what a step back needs; otherwise only what the next step needs.
-
-    Attributes:
-        fixed: the fixed point now.
-        buffers: what steps keep besides for the way back, by layer.
-        widenings: by step, the ranges that became wider before it.
     """
 
-    names: ClassVar[tuple[str, ...]]
-    """The attributes that hold integers."""
-    guarded: ClassVar[tuple[str, ...]] = ()
-    """Those with guard digits."""
-    tokens: ClassVar[int] = 2
-    """How many tokens carry gradients from step to step, in an order of the scheme's own. A token has the shape of a part of the
-    state, and no values."""
-    entered: ClassVar[int] = 1
-    """How many of them, the first ones, depend on the input: the others start without a gradient."""
+    names: ClassVar[tuple[str, ...]]  # the attributes that hold integers
+    guarded: ClassVar[tuple[str, ...]] = ()  # those of them with guard digits
+    tokens: ClassVar[int] = 2  # how many carry gradients from step to step, in an order of the scheme's own
+    entered: ClassVar[int] = (
+        1  # how many of these, the first ones, depend on the input: the others start without a gradient
+    )
     gradient: Any
 
     def __init__(self, x0: Tensor, recurrence: Any, seen: PassRange, *, reversible: bool = True) -> None:
@@ -115,17 +115,10 @@ class State:
         self.reversible = reversible
         self.dtype = x0.dtype
         self.kernels = KERNELS[type(x0), x0.device.type, seen.fixed.dtype]
-        self.buffers: dict[int, Tensor] = {}
-        self.widenings: dict[int, Widening] = {}
-        self.hold(seen.fixed)
+        self.buffers: dict[int, Tensor] = {}  # what steps keep besides for the way back, by layer
+        self.widenings: dict[int, Widening] = {}  # by step, the ranges that became wider before it
+        self.fixed = seen.fixed  # the fixed point now
         self.start(x0)
-
-    def hold(self, fixed: FixedPoint) -> None:
-        """Use this fixed point from now on."""
-        self.fixed = fixed
-        self.unit = 2.0**-fixed.bits
-        self.guarded_unit = 2.0 ** -(fixed.bits + fixed.guard)
-        self.range.hold(fixed)
 
     def start(self, x0: Tensor) -> None:
         """Set the integers, with `begin`, and the `gradient`."""
@@ -159,7 +152,7 @@ class State:
             self.range.rows[k + 1].copy_(torch.stack(ends).amax())  # NaN stays NaN
 
     def token(self) -> Tensor:
-        """A new token."""
+        """A new token: it has the shape of a part of the state, and no values."""
         return self.blank.detach()
 
     def token_of(self, k: int) -> int:
@@ -178,25 +171,21 @@ class State:
         """What a network returns besides x, or instead: the velocity, or both streams in one."""
         raise NotImplementedError
 
-    def launch(self, y: Tensor) -> Tensor:
-        """Set the initial state from a block's output; the first block's input."""
-        raise NotImplementedError
-
     def take(self, k: int, y: Tensor) -> Tensor:
         """Take step k in place, and note the largest values in row k + 1 of the range; the next block's input."""
         raise NotImplementedError
 
-    def draw(self, k: int, out: Tensor | None) -> None:
-        """First half of undoing step k, in place; with `out`, fill it with the block's input."""
+    def draw(self, k: int) -> Tensor:
+        """First half of undoing step k, in place; block k's input."""
         raise NotImplementedError
 
-    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        """Second half of undoing step k, in place; with `out`, `draw(k − 1, out)` after it."""
+    def undo(self, k: int, y: Tensor, further: bool) -> Tensor | None:
+        """Second half of undoing step k, in place; `further`: then `draw(k − 1)`, whose result is returned."""
         raise NotImplementedError
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
         """How large x and v may be after step k, for a block's output of at most f."""
-        largest = max(float(getattr(self, name).abs().amax()) for name in self.names) * self.unit
+        largest = max(float(getattr(self, name).abs().amax()) for name in self.names) * self.fixed.unit
         return largest + f, largest + f
 
     def advance(self, k: int, y: Tensor) -> Tensor:
@@ -209,15 +198,11 @@ class State:
 
     def pull(self, k: int) -> Tensor:
         """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
-        if k < 0 or k in self.widenings:
-            return pull_before(self, k)
-        out = self.room()
-        self.draw(k, out)
-        return out
+        return pull_before(self, k) if k < 0 or k in self.widenings else self.draw(k)
 
     def retreat(self, k: int, y: Tensor) -> None:
         """Second half: block k gave y on the input that `pull` returned."""
-        self.undo(k, y, None)
+        self.undo(k, y, False)
         if k in self.widenings:
             self.widenings.pop(k).undo(self)
 
@@ -226,19 +211,15 @@ class State:
         if k in self.widenings or k - 1 in self.widenings:
             self.retreat(k, y)
             return self.pull(k - 1)
-        out = self.room()
-        self.undo(k, y, out)
-        return out
-
-    def room(self) -> Tensor:
-        """Room for a float like the integers that blocks read."""
-        return torch.empty_like(getattr(self, self.names[0]), dtype=self.dtype)
+        x = self.undo(k, y, True)
+        assert x is not None
+        return x
 
     def decoded(self, name: str) -> Tensor:
         """Integers as a float."""
         q = getattr(self, name)
         out = torch.empty_like(q, dtype=self.dtype)
-        self.kernels.decode(q, self.unit, out)
+        self.kernels.decode(q, self.fixed.unit, out)
         return out
 
     def hash(self) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arithmetic.reference import packed
+from .forms import add, f_of, launched, through_form
 from .gradients import MomentumGradient
 from .momentum import Momentum
 from .range import PassRange
@@ -44,17 +44,17 @@ class SignedGradient(MomentumGradient):
 
     def vjp(self, k: int, tokens: Gradients, d: Tensor | None, wanted: list[bool]) -> tuple[Gradients, Tensor | None]:
         p, h = tokens
-        gx, gv = self.add(p, d), h
+        gx, gv = add(p, d, self.dtype), h
         if h is not None and k + 1 < len(self.signs):  # after the last step it is v's own gradient
             gamma = self.gamma(k + 1)
             gv = h * (gamma / (1 - gamma))
         if k < 0:
-            return self.launched(gx, gv)
+            return launched(self, gx, gv)
         both = total(torch.promote_types(self.dtype, torch.float32), gx, gv)
         if both is None:
             return [None, None], None
         gy = (both * (1 - self.gamma(k))).to(self.dtype)
-        gx, given = self.through_form(k, gx, gy)
+        gx, given = through_form(self, k, gx, gy)
         return [gx, gy if wanted[1] else None], given
 
 
@@ -85,11 +85,10 @@ class Signed(Momentum):
         self._negate(k)
         return super().take(k, f)
 
-    def undo(self, k: int, y: Tensor, out: Tensor | None) -> None:
-        super().undo(k, self._scaled(k, y), None)
+    def undo(self, k: int, y: Tensor, further: bool) -> Tensor | None:
+        super().undo(k, self._scaled(k, y, forwards=False), False)
         self._negate(k)
-        if out is not None:
-            self.draw(k - 1, out)
+        return self.draw(k - 1) if further else None
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
         x1, v1 = super().reach(k, f)
@@ -99,16 +98,6 @@ class Signed(Momentum):
     def _negate(self, k: int) -> None:
         self.v.mul_(self.gradient.signs[k])
 
-    def _scaled(self, k: int, y: Tensor, forwards: bool = False) -> Tensor:
+    def _scaled(self, k: int, y: Tensor, forwards: bool) -> Tensor:
         """(1 − s·γ)·f of block k, which gave y."""
-        gradient, form = self.gradient, self.gradient.forms[k]
-        f = y.detach().to(self.fixed.work)
-        if form:
-            x = self.decoded("x").to(f.dtype)
-            if form == 2:
-                f = (x + f).to(y.dtype)
-                if forwards:
-                    gradient.masks[k] = packed(~(f <= 0), self.x)
-                f = torch.relu(f).to(x.dtype)
-            f = f - x
-        return f * (1 - gradient.gamma(k))
+        return f_of(self, k, y, forwards) * (1 - self.gradient.gamma(k))

@@ -7,16 +7,11 @@ seek(k)          run blocks, either way, until the state is that of layer k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from .nodes import keeps_graph
+from .checks import Checks
 from .replay import Call
-from .scheme import State
-
-if TYPE_CHECKING:
-    from .checks import Checks
+from .scheme import State, keeps_graph
 
 INTERRUPTED = "An earlier backward pass through this network was interrupted. Run the forward pass again."
 
@@ -24,8 +19,7 @@ INTERRUPTED = "An earlier backward pass through this network was interrupted. Ru
 class Tape:
     """The integer state of one forward pass and the calls that led to it. Call −1, if any, made the initial velocity."""
 
-    needs_output = True
-    """Whether a replay must run to its end."""
+    needs_output = True  # a replay must run to its end
 
     def __init__(self, state: State, checks: Checks | None) -> None:
         self.state = state
@@ -40,7 +34,7 @@ class Tape:
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
         self.lost = ""  # why there is nothing to go on from: a step that stops half-way leaves nothing
 
-    def note(self, k: int, call: Call, saves: bool) -> None:
+    def note(self, k: int, call: Call, saves: bool, state: State) -> None:
         """Forward stands before the step of block k, which was run by this call; whether it saves anything to replay."""
         self.calls[k] = call
         if saves and self.lowest is None:

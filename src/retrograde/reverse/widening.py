@@ -17,7 +17,6 @@ from ..arithmetic.fixed import FixedPoint
 from .calibrate import calibrated
 
 if TYPE_CHECKING:
-    from .range import PassRange
     from .scheme import State
 
 
@@ -36,13 +35,15 @@ class Widening:
         for name in state.names:
             high, self.rests[name] = shifted(getattr(state, name), self.bits(state, name))
             setattr(state, name, high)
-        state.hold(self.after)
+        state.fixed = self.after
+        state.range.hold(self.after)
 
     def undo(self, state: State) -> None:
         """Back to the range before, once the step is undone."""
         for name in state.names:
             setattr(state, name, self.narrowed(state, name))
-        state.hold(self.before)
+        state.fixed = self.before
+        state.range.hold(self.before)
 
     def narrowed(self, state: State, name: str) -> Tensor:
         """A tensor of the state as it was before."""
@@ -68,8 +69,8 @@ def take_wider(state: State, k: int, y: Tensor) -> Tensor:
     if state.range.given or not math.isfinite(f):
         state.range.refuse(k + 1)
         return state.read()
-    state.draw(k, None)
-    state.undo(k, y, None)
+    state.draw(k)
+    state.undo(k, y, False)
     widen(state, k, *state.reach(k, f))
     state.range.rows[k + 1].zero_()
     out = state.take(k, y)
@@ -88,20 +89,14 @@ def widen(state: State, k: int, x: float, v: float) -> None:
 def pull_before(state: State, k: int) -> Tensor:
     """`State.pull` of an input that was read in the range before a widening, or before step 0."""
     if k >= 0:
-        state.draw(k, None)
+        state.draw(k)
     if k not in state.widenings:
         return state.decoded("x")
     widening, name = state.widenings[k], state.input_name(k)
     q = widening.narrowed(state, name)
     out = torch.empty_like(q, dtype=state.dtype)
-    state.kernels.decode(q, 2.0**-widening.before.bits, out)
+    state.kernels.decode(q, widening.before.unit, out)
     return out
-
-
-def first_range(state: State, x0: Tensor) -> PassRange:
-    """A range that begins as the one of this pass did."""
-    first = min(state.widenings, default=None)
-    return state.range.again(x0, state.fixed if first is None else state.widenings[first].before)
 
 
 def shifted(q: Tensor, by: int) -> tuple[Tensor, Tensor]:
