@@ -105,9 +105,11 @@ def has_statistics(module: nn.Module) -> bool:
     return type(module).forward in STATISTICS_ONLY
 
 
-def scratch(statistics: Tensor | None) -> Tensor | None:
-    """Somewhere to put running statistics that nobody will read."""
-    if statistics is None or type(statistics) is not Tensor:  # a tensor without values (FakeTensor) is not to be kept
+def scratch(statistics: Tensor | None, shared: bool) -> Tensor | None:
+    """Somewhere to put running statistics that nobody will read. `shared`: others may write there, too."""
+    if (
+        statistics is None or not shared or type(statistics) is not Tensor
+    ):  # one without values (FakeTensor) is not to be kept
         return None if statistics is None else torch.zeros_like(statistics)
     return _scratch_like(statistics.shape, statistics.dtype, statistics.device)
 

@@ -42,10 +42,12 @@ class Parts:
         self.holds = any(names for _, names in self.noted)
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if has_statistics(m)}
-        self.statistics = [(m._buffers, {name: scratch(b) for name, b in m._buffers.items()}) for m in moving]
+        self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
+        # instance norm writes in a way that is counted, also for others who have saved the same memory
+        shared = not self.instance_norms
+        self.statistics = [(m._buffers, {name: scratch(b, shared) for name, b in m._buffers.items()}) for m in moving]
         self.running = [b for own, _ in self.statistics for b in own.values() if b is not None]
         self.counted = not any(b.is_inference() for b in self.running)
-        self.instance_norms = any(isinstance(m, _InstanceNorm) for m in modules)
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
         self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]

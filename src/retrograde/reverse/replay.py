@@ -46,7 +46,6 @@ from .inside import saved_so_far
 from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
-    from .again import Run
     from .checks import Checks
     from .kept import Kept
     from .tape import Tape
@@ -69,11 +68,13 @@ class Enough(BaseException):
 class Call:
     """A block, what it was run with, and how to run it again."""
 
-    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Run | None = None) -> None:
+    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Any = None) -> None:
         self.block = block
         self.name = name
         self.parts = parts_of(block, name, memo) if noted is None else noted.parts
-        self.places: Any = None if noted is None else noted.places  # where the generators stand, if `again` has noted it
+        self.places: Any = (
+            None if noted is None else noted.places
+        )  # where the generators stand, if `again` has noted it
 
     def first(self, x: Tensor, extra: Extra, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
