@@ -34,7 +34,7 @@ INTRODUCTION = """\
 
 What could make a gradient wrong without anybody noticing, and what happens. Every row is a small function in
 `tests/hazards`; `python tests/hazards/write_page.py --peers FOLDER --write` runs them all and writes this page, and the tests run our
-column. {environment}
+column, in every scheme, in every way to remember, and in a converted model. {environment}
 
 A row is run twice on the same seeds: with stored activations, which is the truth, and with the contender's way of saving
 memory. Compared are output, gradients, buffers (running statistics) and the random number that comes next.
