@@ -29,6 +29,7 @@ from ways import Mixed, network
 
 class Retrograde(Contender):
     name = "Retrograde"
+    truth = "branch"
 
     def __init__(self, verify: str = "auto", memory: str = "reverse") -> None:
         self.verify, self.memory = verify, memory
@@ -53,6 +54,7 @@ class Way(Retrograde):
     def __init__(self, scheme: str, memory: str = "reverse", sign: bool = False) -> None:
         super().__init__(memory=memory)
         self.scheme, self.sign = scheme, sign
+        self.truth = f"{scheme}, signed" if sign else scheme
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, **options: Any) -> nn.Module:
         if self.scheme in ("coupling", "residual") or "form" in options:
@@ -77,6 +79,7 @@ class Converted(Way):
 
     def __init__(self, memory: str = "reverse") -> None:
         super().__init__("branch", memory)
+        self.truth = "converted"
 
     def net(  # type: ignore[override]
         self, blocks: Sequence[nn.Module], stored: bool, dim: int = -1, gamma: Any = 0.9, form: str = "branch", velocity: Any = None,

@@ -36,6 +36,8 @@ class Contender:
     """A way to train residual blocks without storing their activations, and its own network with stored ones."""
 
     name: str
+    truth = ""
+    """What its networks with stored tensors are called, where other contenders have the same: they are run once for all of them."""
 
     def net(self, blocks: Sequence[nn.Module], stored: bool, **options: Any) -> nn.Module:
         raise NotImplementedError
@@ -138,7 +140,7 @@ def judge(h: Hazard, contender: Contender) -> Cell:
         return Cell("cannot")
     if isinstance(found, Exception):
         return Cell("raises", message=_first_words(found))
-    truth = attempt(h, lambda blocks, **options: contender.net(blocks, True, **options), not h.undisturbed)
+    truth = truth_of(h, contender)
     if isinstance(truth, Exception):
         return Cell("wrong", float("inf"), f"what plain autograd refuses ({_first_words(truth)})")
     error, where = difference(truth, found, h.near)
@@ -152,6 +154,17 @@ def judge(h: Hazard, contender: Contender) -> Cell:
             return Cell("wrong", apart, where, apart=apart)
         apart = apart if apart > h.near else 0.0
     return Cell("near", error, where, apart=apart) if error else Cell("right", apart=apart)
+
+
+def truth_of(h: Hazard, contender: Contender) -> Found | Exception:
+    """What the hazard finds with stored tensors."""
+    key = h.name, contender.truth
+    if not contender.truth or key not in TRUTHS:
+        TRUTHS[key] = attempt(h, lambda blocks, **options: contender.net(blocks, True, **options), not h.undisturbed)
+    return TRUTHS[key]
+
+
+TRUTHS: dict[tuple[str, str], Found | Exception] = {}
 
 
 def judge_ours(h: Hazard, ours: Callable[[str], Contender]) -> Cell:
