@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde import FixedPoint
+from retrograde.convert.block import place_of
 from retrograde.convert.convert import stages_of
 from retrograde.memory import Peak, Times, human, interleave, peak_memory
 from retrograde.reverse.range import Range, holders
 
 __all__ = [
-    "Kept", "Peak", "Times", "captured_by", "collect", "converted", "evaluation_ranges", "every_range", "human",
+    "Kept", "Peak", "Times", "captured_by", "collect", "converted_blocks", "evaluation_ranges", "every_range", "human",
     "interleave", "momentum_options", "peak_memory", "put_back", "set_gamma", "stacks", "training_ranges", "written",
 ]  # fmt: skip
 
@@ -34,11 +35,6 @@ Kept = dict[str, list[list[Any]]]
 def stacks(net: nn.Module) -> list[Any]:
     """The reversible stacks in a network: each has `blocks`."""
     return [part for _, part in holders(net)]
-
-
-def converted(net: nn.Module) -> bool:
-    """Whether `rg.convert` has been there."""
-    return bool(stages_of(net))
 
 
 def _holders(net: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -110,6 +106,12 @@ def set_gamma(net: nn.Module, gamma: float) -> None:
         if isinstance(part, rg.MomentumNet):
             part.gamma = gamma
             part.range.found.clear()
+
+
+def converted_blocks(net: nn.Module) -> list[nn.Module]:
+    """The blocks of a converted network that run in the steps of a stage."""
+    places = ((module, place_of(module)) for module in net.modules())
+    return [module for module, place in places if place is not None and not place.stage.checkpointed]
 
 
 def momentum_options(memory: str | int, fixed_point: str | tuple[int, torch.dtype], verify: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import retrograde as rg
 from retrograde_experiments.errors import ExperimentError
 from retrograde_experiments.train.compare import main as compare
 from retrograde_experiments.train.compare import table
-from retrograde_experiments.train.learner import Learner
+from retrograde_experiments.train.learner import Learner, compile_blocks
 from retrograde_experiments.train.logs import read_log
 from retrograde_experiments.train.models import outside, start_from
 from retrograde_experiments.train.run import main, train
@@ -156,6 +156,17 @@ def test_weights_to_start_from(tmp_path: Path) -> None:
         start_from(net, tmp_path / "other.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler at its import
+def test_converted_blocks_are_compiled() -> None:
+    """--compile of an own model: each of its blocks goes through the compiler, and nothing else of it."""
+    net = small(10)
+    rg.convert(net, torch.zeros(2, 1, 8, 8), memory="reverse")
+    compile_blocks(net)
+    assert [block.__dict__["_retrograde_place"].compile for block in net[1]] == [
+        {}
+    ] * 4  # each of them, with no options
+
+
 def test_top5_and_the_best_weights(tmp_path: Path) -> None:
     train(setting(tmp_path, epochs=3), shown=False)
     lines = [line for line in read_log(tmp_path) if "accuracy" in line]
@@ -210,6 +221,39 @@ def test_seeds_are_trained_and_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert " to " in shown[3]
     with pytest.raises(SystemExit, match="holds no run"):
         compare([str(tmp_path / "none")])
+
+
+def test_a_sweep_trains_every_combination_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--data", "digits", "--limit", "96", "--epochs", "1", "--batch", "32", "--schedule", "constant", "--no-tensorboard",
+              "--device", "cpu", "--model", f"{__name__}:small", "--memory", "store", "--out", str(tmp_path)]  # fmt: skip
+    sweep = ["--sweep", "rate=0.01,1e30", "gamma=0,0.5"]
+    with pytest.raises(SystemExit) as ended:
+        main([*common, *sweep, "--seeds", "0", "1"])
+    said = capsys.readouterr()
+    assert ended.value.code == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        f"rate={rate},gamma={gamma}" for rate in ("0.01", "1e30") for gamma in ("0", "0.5")
+    )
+    first, *rest = said.out.splitlines()[2:]
+    assert "rate=0.01" in first
+    assert " ± " in first
+    assert sum("rate=1e30" in line for line in rest) == 2
+    assert "the loss is not a number" in said.err
+    alone = tmp_path / "alone"
+    main([*common[:-1], str(alone), "--rate", "0.01", "--gamma", "0.5", "--seed", "1"])
+    one, other = (load_file(p / "net.safetensors") for p in (tmp_path / "rate=0.01,gamma=0.5" / "seed-1", alone))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for wrong, told in (
+        ("rat=1", "Did you mean 'rate'"),
+        ("rate", "name=value,value"),
+        ("rate=fast", "'fast' is no float"),
+        ("channels_last=yes", "true or false"),
+        ("milestones=1,2", "several values"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            main([*common, "--sweep", wrong])
+    with pytest.raises(SystemExit, match="twice"):
+        main([*common, "--sweep", "rate=1", "rate=2"])
 
 
 def test_a_wrong_schedule_of_gamma_is_refused() -> None:

@@ -20,7 +20,16 @@ import retrograde as rg
 
 from ..data.batches import Source
 from ..errors import ExperimentError, suggestion
-from ..private import captured_by, collect, converted, evaluation_ranges, put_back, stacks, training_ranges, written
+from ..private import (
+    captured_by,
+    collect,
+    converted_blocks,
+    evaluation_ranges,
+    put_back,
+    stacks,
+    training_ranges,
+    written,
+)
 from ..private import set_gamma as set_gamma
 from .graphed import Graphed
 from .parallel import Alone, World
@@ -226,13 +235,10 @@ def ranges(net: nn.Module) -> dict[str, list[list[Any]]]:
 
 def compile_blocks(net: nn.Module) -> None:
     """Compile a network in place: a momentum network block by block, another as a whole."""
-    if converted(net):
-        return  # `outside` has had its blocks compiled
-    found = stacks(net)
-    for inner in found:
-        for block in inner.blocks:
-            block.compile()
-    if not found:
+    blocks = [block for inner in stacks(net) for block in inner.blocks] + converted_blocks(net)
+    for block in blocks:
+        block.compile()
+    if not blocks:
         net.compile()
 
 

@@ -86,14 +86,13 @@ def build(
 
 def outside(
     name: str, *, classes: int, shape: tuple[int, int, int], gamma: float, velocity: str, memory: str, verify: str, overflow: str,
-    fixed_point: str, compile: bool = False,
+    fixed_point: str,
 ) -> nn.Module:  # fmt: skip
     """torchvision:NAME, timm:NAME, or module:function called as function(num_classes=classes); converted by `rg.convert`.
 
     Args:
         shape: of an image: channels, height, width. The model is tried on two of them.
         gamma, velocity, memory, verify, overflow, fixed_point: as in `build`; there is no velocity "learned".
-        compile: the blocks through torch.compile.
     """
     where, _, what = name.partition(":")
     try:
@@ -113,7 +112,7 @@ def outside(
         raise ExperimentError(
             "--velocity learned is for the networks of this library; a converted model takes zero or first."
         )
-    options = {**momentum_options(memory, fixed_point, verify), "overflow": overflow, "compile": compile}
+    options = {**momentum_options(memory, fixed_point, verify), "overflow": overflow}
     try:
         return rg.convert(net, torch.zeros(2, *shape), gamma=gamma, velocity=VELOCITIES[velocity], **options)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -44,6 +44,7 @@ from .models import build, outside, start_from
 from .parallel import World, join
 from .schedule import rate_at
 from .setting import Setting, fixed, parse
+from .sweep import Results, expanded, table
 
 SETTING = "setting.json"
 LATER = {
@@ -111,9 +112,7 @@ def network(setting: Setting, source: Source, small: bool) -> nn.Module:
     }  # fmt: skip
     if ":" in setting.model:
         first = next(iter(source.test()))[0]
-        net = outside(
-            setting.model, shape=(first.shape[1], first.shape[2], first.shape[3]), compile=setting.compile, **common
-        )
+        net = outside(setting.model, shape=(first.shape[1], first.shape[2], first.shape[3]), **common)
     else:
         size = "cifar" if small else "imagenet"
         net = build(setting.model, channels=source.channels, size=size, residual=setting.residual, **common)
@@ -248,18 +247,45 @@ def _claim(folder: Path, setting: Setting) -> None:
 def main(arguments: list[str] | None = None, prog: str = "retrograde train") -> None:
     """The command line: parse, train, say what came out."""
     setting = parse(arguments, prog)
-    runs = [replace(setting, seed=s, seeds=(), out=str(Path(setting.out) / f"seed-{s}")) for s in setting.seeds]
     try:
-        results = [train(run) for run in runs or [setting]]
-    except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
-        sys.exit(str(error))
+        points = expanded(setting)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    found: list[tuple[Setting, Results | str]] = []
+    try:
+        for point in points:
+            try:
+                found.append((point, [train(run) for run in _runs(point)]))
+            except (ExperimentError, ModuleNotFoundError, RangeOverflow, ReplayError) as error:
+                if not setting.sweep:
+                    sys.exit(str(error))
+                print(f"{point.out}: {error}", file=sys.stderr)
+                found.append((point, str(error)))  # the others go on
     except KeyboardInterrupt:
         print("Stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
         raise SystemExit(130) from None
-    if os.environ.get("RANK", "0") == "0":
-        loss, right, near = (
-            spread([r[name] for r in results], form)
-            for name, form in (("test_loss", ".4f"), ("accuracy", ".2f"), ("top5", ".2f"))
-        )
-        places = ", ".join(f"{run.out}/net.safetensors" for run in runs or [setting])
-        print(f"test loss {loss}, accuracy {right} %, top-5 {near} %; weights in {places}")
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if setting.sweep:
+        print(table(found))
+    else:
+        print(_said(points[0], found[0][1]))
+    if any(isinstance(results, str) for _, results in found):
+        raise SystemExit(1)
+
+
+def _runs(setting: Setting) -> list[Setting]:
+    """One for each seed."""
+    if not setting.seeds:
+        return [setting]
+    return [replace(setting, seed=s, seeds=(), out=str(Path(setting.out) / f"seed-{s}")) for s in setting.seeds]
+
+
+def _said(setting: Setting, results: Results | str) -> str:
+    assert not isinstance(results, str)
+    loss, right, near = (
+        spread([r[name] for r in results], form)
+        for name, form in (("test_loss", ".4f"), ("accuracy", ".2f"), ("top5", ".2f"))
+    )
+    places = ", ".join(f"{run.out}/net.safetensors" for run in _runs(setting))
+    return f"test loss {loss}, accuracy {right} %, top-5 {near} %; weights in {places}"

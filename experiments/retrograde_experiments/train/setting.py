@@ -32,6 +32,7 @@ FREE = (
     "tensorboard",
     "device",
     "seeds",
+    "sweep",
 )
 """Settings that may change between a start and the next: none of them changes what is computed."""
 
@@ -118,6 +119,9 @@ class Setting(Recipe):
     verify: str = _option("auto", "check that backward rewound the network", "auto", "strict", "off")
     seed: int = _option(0, "of the weights, the order of the images and what is done to them")
     seeds: tuple[int, ...] = _option((), "train once with each of these, in a folder seed-N of --out each")
+    sweep: tuple[str, ...] = _option(
+        (), "train with each combination of these values, name=value,value, in a folder of --out each"
+    )
     limit: int | None = _option(None, "use the first so many training images only")
     image_size: int = _option(224, "pixels, for folders of images")
     augment: bool = _option(True, "shift and flip the training images")
