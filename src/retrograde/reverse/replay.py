@@ -1,8 +1,7 @@
 """One run of one block that can be run again to the bit, and the hooks by which autograd finds what it saved.
 
-A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for
-a saved tensor, the block's input is recalled, the block is run again, and its tensors are handed out. The graph is
-the genuine one, so everything that works with autograd works here.
+A block runs under ordinary autograd with saved-tensor hooks that keep nothing (`Frame`). When backward first asks for a saved tensor,
+the block's input is recalled, the block is run again, and its tensors are handed out. The graph is the genuine one.
 
 What a block computes depends on more than its input: parameters and buffers, extra inputs, train or eval mode, random
 numbers, autocast. A `Call` notes all of these at the first run, puts back what has changed since, and checks that no
@@ -19,9 +18,10 @@ NOTE 4 (surroundings). Autocast, random numbers (where they were drawn), running
 NOTE 5 (grad mode). The first run is in grad mode, as the replay is: same kernels, same bits.
 NOTE 6 (same thread). See `cuda.SameThread`. On a CPU a new thread computes with as many threads of OpenMP as there are,
     until it asks PyTorch how many there are to be; with another number products may be rounded otherwise. So it is asked.
-NOTE 7 (freed at once). What a replay has made is let go of as soon as autograd has taken it. Weights cast by autocast
-    are freed after each block.
-NOTE 8 (called once). The user's model is called once a step. Blocks are run again in backward alone.
+NOTE 7 (freed at once). What the first run saves is not kept. What a replay has made is let go of as soon as autograd has
+    taken it. Weights cast by autocast are freed after each block.
+NOTE 8 (called once). The user's model is called once a step. Its blocks are run again in backward; in forward only where
+    a pass has left its range on an accelerator (`again`), or a block takes a gradient inside (`inside`).
 NOTE 9 (detected). A replay that differs from the first run is an error: see `checks`.
 """
 
