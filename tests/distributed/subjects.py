@@ -109,11 +109,19 @@ def _branches(memory: str, verify: str) -> nn.Module:
     return rg.convert(model, form="branch", stages=["1.layers"], memory=memory, verify=verify)
 
 
+def _split(memory: str, verify: str) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Linear(6, 8), body, nn.Flatten(), nn.Linear(5 * 8, OUTPUTS))
+    return rg.convert(model, split=True, memory=memory, verify=verify)
+
+
 SUBJECTS = {
     "mlp": Subject(_mlp, "body.blocks", (6,), alone=True),
     "attention": Subject(partial(_attention, 0.0), "body.blocks", (5, 6), alone=True),
     "attention+dropout": Subject(partial(_attention, 0.2), "body.blocks", (5, 6), alone=False),
     "converted": Subject(_converted, "1", (6,), alone=True),
+    "split": Subject(_split, "1.layers", (5, 6), alone=True),
     "branch": Subject(_branches, "1.layers", (6,), alone=True),
     "conv+batchnorm": Subject(_conv, "body.blocks", (2, 5, 5), alone=False),
 }
