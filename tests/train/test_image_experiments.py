@@ -1,13 +1,13 @@
 """The experiments on images: their smoke presets run, resume exactly, draw, and say what they found."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from breaking import broken_off
 
 from retrograde_experiments import accuracy_memory, cifar, finetune, gamma, imagenet, memory_batch, ode
 from retrograde_experiments.checkpoint import Checkpoint
@@ -48,53 +48,26 @@ def test_presets_are_written_and_read_and_say_their_setting(name: str) -> None:
     assert "The paper" in kind.default().setting()
 
 
+def agrees(config: Any, **wanted: Any) -> bool:
+    return {name: getattr(config, name) for name in wanted} == wanted
+
+
 def test_the_papers_settings() -> None:
-    table2 = cifar.Config.paper().recipe()
-    assert (table2.epochs, table2.batch, table2.rate, table2.milestones, table2.weight_decay) == (
-        220,
-        128,
-        0.01,
-        (180,),
-        5e-4,
-    )
-    assert (cifar.Config.paper().model, cifar.Config.paper().repeats) == ("resnet101", 10)
-    large = imagenet.Config.paper().recipe()
-    assert (large.epochs, large.batch, large.rate, large.milestones, large.weight_decay) == (
-        100,
-        256,
-        0.1,
-        (30, 60, 90),
-        1e-4,
-    )
-    assert (
-        ode.Config.paper().epochs,
-        ode.Config.paper().rate,
-        ode.Config.paper().milestones,
-        ode.Config.paper().blocks,
-    ) == (120, 0.1, (60,), 10)
-    assert memory_batch.Config.paper().nets == ("resnet152 imagenet", "thin-resnet1202 cifar")
+    table2, large = cifar.Config.paper().recipe(), imagenet.Config.paper().recipe()
+    assert agrees(table2, epochs=220, batch=128, rate=0.01, milestones=(180,), weight_decay=5e-4)
+    assert agrees(large, epochs=100, batch=256, rate=0.1, milestones=(30, 60, 90), weight_decay=1e-4)
+    assert agrees(cifar.Config.paper(), model="resnet101", repeats=10)
+    assert agrees(ode.Config.paper(), epochs=120, rate=0.1, milestones=(60,), blocks=10)
+    assert agrees(memory_batch.Config.paper(), nets=("resnet152 imagenet", "thin-resnet1202 cifar"))
     assert gamma.Config.paper().refit == 20
 
 
 @pytest.mark.parametrize(("name", "steps"), [("cifar", 6), ("gamma", 8)])
-def test_broken_off_and_resumed_the_metrics_are_the_same(
-    name: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_off_and_resumed_the_metrics_are_the_same(name: str, steps: int, tmp_path: Path) -> None:
     config = load(name).Config.smoke()
     reproduce(name, config, tmp_path / "whole", Quiet(), every=0)
-    real: Callable[..., None] = Learner.step
-    left = [steps]
-
-    def stepping(self: Learner, x: torch.Tensor, y: torch.Tensor) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        real(self, x, y)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "step", stepping)
-        with pytest.raises(KeyboardInterrupt):
-            reproduce(name, config, tmp_path / "halved", Quiet(), every=0)
+    with broken_off(after=steps):
+        reproduce(name, config, tmp_path / "halved", Quiet(), every=0)
     assert len(read_metrics(tmp_path / "halved")) < len(read_metrics(tmp_path / "whole"))
     reproduce(name, config, tmp_path / "halved", Quiet(), every=0)
     one, other = (_values(read_metrics(tmp_path / run)) for run in ("whole", "halved"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import broken_off
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -72,25 +73,15 @@ def test_a_model_that_is_not_there_is_named(name: str, said: str) -> None:
         outside(name, classes=7, shape=(1, 8, 8), **COMMON)
 
 
-def test_a_run_of_ones_own_model_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_ones_own_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """With AdamW, clipping and a γ schedule, whose position is part of the run."""
     more: dict[str, Any] = {
         "optimizer": "adamw", "optimizer_options": ("betas=(0.9, 0.95)",), "clip": 1.0, "rate": 1e-3, "epochs": 2,
         "gamma_schedule": ("0:0", "4:1"), "checkpoint_every": 1,
     }  # fmt: skip
     train(setting(tmp_path / "whole", **more), shown=False)
-    real, left = Learner.step, [4]
-
-    def stepping(self: Learner, x: torch.Tensor, y: torch.Tensor) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        real(self, x, y)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "step", stepping)
-        with pytest.raises(KeyboardInterrupt):
-            train(setting(tmp_path / "halved", **more), shown=False)
+    with broken_off(after=4):
+        train(setting(tmp_path / "halved", **more), shown=False)
     train(setting(tmp_path / "halved", **more), shown=False)
     one, other = (load_file(tmp_path / run / "net.safetensors") for run in ("whole", "halved"))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import broken_off
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -50,25 +51,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class Stop(Exception):
-    pass
-
-
-def broken_off(monkeypatch: pytest.MonkeyPatch, step: int, settings: Setting) -> None:
-    """Begin a run that ends abruptly after so many steps, as by a kill."""
-    real: Callable[..., None] = Learner.step
-
-    def stepping(self: Learner, x: torch.Tensor, y: torch.Tensor) -> None:
-        if self.done == step:
-            raise Stop
-        real(self, x, y)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Learner, "step", stepping)
-        with pytest.raises(Stop):
-            train(settings, shown=False)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -80,13 +62,10 @@ def broken_off(monkeypatch: pytest.MonkeyPatch, step: int, settings: Setting) ->
     ],
     ids=["momentum", "plain", "revnet", "amp, ema, accumulation", "16-bit state"],
 )
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     train(setting(tmp_path / "whole", **changes), shown=False)
-    broken_off(
-        monkeypatch, 5, setting(tmp_path / "halved", **changes)
-    )  # a step after the last line, two after the checkpoint
+    with broken_off(after=5):  # a step after the last line, two after the checkpoint
+        train(setting(tmp_path / "halved", **changes), shown=False)
     torch.rand(7)  # whatever else the process does with its random numbers
     train(setting(tmp_path / "halved", **changes), shown=False)
     assert_same_run(tmp_path / "whole", tmp_path / "halved")
@@ -235,11 +214,10 @@ def test_a_folder_from_before_a_setting_existed_goes_on(finished: Path) -> None:
         path.write_text(before)
 
 
-def test_the_memory_mode_may_change_between_two_starts_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_mode_may_change_between_two_starts_and_changes_nothing(tmp_path: Path) -> None:
     train(setting(tmp_path / "whole"), shown=False)
-    broken_off(monkeypatch, 6, setting(tmp_path / "changed"))
+    with broken_off(after=6):
+        train(setting(tmp_path / "changed"), shown=False)
     train(setting(tmp_path / "changed", memory="store"), shown=False)
     assert_same_run(tmp_path / "whole", tmp_path / "changed")
 
