@@ -35,9 +35,9 @@ MILTON = (
 
 @dataclass(frozen=True)
 class Config(Settings):
-    gammas: tuple[float, ...] = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 0.9)
-    scratch_gammas: tuple[float, ...] = (0.0, 1 / 8, 1 / 2, 0.9)
-    ways: tuple[str, ...] = ("kept", "falling", "sign")
+    gammas: tuple[float, ...] = (0.0, 1 / 16, 1 / 8, 1 / 2)
+    scratch_gammas: tuple[float, ...] = (0.0, 1 / 8, 0.9)
+    ways: tuple[str, ...] = ("kept", "split", "falling", "sign")
     seeds: int = 3
     depth: int = 8
     width: int = 32
@@ -94,7 +94,8 @@ def units(config: Config) -> list[Key]:
     found: list[Key] = []
     for seed in range(config.seeds):
         for task, gammas in (("poem", config.gammas), ("scratch", config.scratch_gammas)):
-            found += [{"task": task, **with_seed(point, seed)} for point in deployed(gammas, config.ways)]
+            ways = [way for way in config.ways if task == "poem" or way != "falling"]
+            found += [{"task": task, **with_seed(point, seed)} for point in deployed(gammas, ways)]
     return found
 
 

@@ -278,7 +278,7 @@ def _before(values: list[float], form: str) -> str:
     return f"{median(values):{form}}" if form == ".4f" else _short(median(values))
 
 
-WAY_NAMES = {"kept": "{}", "falling": "{}, falling to 0", "sign": "± {}"}
+WAY_NAMES = {"kept": "{}", "split": "{}, split", "falling": "{}, falling to 0", "sign": "± {}"}
 
 
 def _by_way(records: Records, way: str) -> Records:

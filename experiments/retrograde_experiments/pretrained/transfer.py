@@ -5,11 +5,12 @@ statistics    the running statistics of BatchNorm are estimated anew; no paramet
 refit         a short training at the final γ
 warmup        the same training, with γ rising from 0 to its final value over the first part of it
 
-Fine-tuned in reverse to be used as the plain network, in one of three ways:
+Fine-tuned in reverse to be used as the plain network, in one of these ways:
 
 kept          at one γ, which is then left out
 falling       the same, with γ falling to 0 over the last part, so that the plain network is what is trained last
 sign          each sample of each block draws +γ or −γ in training; without training it is the plain network
+split         as kept, with attention and MLP of a transformer's layers as two steps
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..errors import ExperimentError, suggestion
 from ..metrics import Key
 
 WAYS = ("converted", "statistics", "refit", "warmup")
-DEPLOYED = ("kept", "falling", "sign")
+DEPLOYED = ("kept", "falling", "sign", "split")
 FALL = 0.2  # the part of the steps over which γ falls
 VELOCITIES = {"zero": None, "first": "first"}
 GAMMAS = (0.0, 0.9, 0.5, 0.99, 0.7, 0.95, 0.3, 0.8, 0.1, 0.6, 0.2, 0.4)  # a run cut short has the telling ones
@@ -170,7 +171,7 @@ def to_be_plain(net: nn.Module, unit: Key, memory: str, example: Any = None) -> 
         if not hasattr(rg, "RandomSign"):
             raise ExperimentError("this version of retrograde has no RandomSign. Leave out the way 'sign'.")
         gamma = rg.RandomSign(gamma)
-    rg.convert(net, example, gamma=gamma, memory=memory)
+    rg.convert(net, example, gamma=gamma, memory=memory, split=unit.get("way") == "split")
 
 
 def plain_again(net: nn.Module, unit: Key) -> None:
