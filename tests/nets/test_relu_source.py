@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import random
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,3 +214,37 @@ def test_code_whose_source_is_not_to_be_had(tmp_path: Path, monkeypatch: Any) ->
         f = branch_of(block)
         assert f is not None
         assert torch.equal(torch.relu(f(block, x) + x), block(x))
+
+
+def test_what_was_seen_is_looked_up_again() -> None:
+    class Mine(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.first(x) + x)  # type: ignore[no-any-return]
+
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return self.act(self.first(x) * 2 + x)  # type: ignore[no-any-return]
+
+    block = Mine()
+    act = block.act
+    for changed, undone in (
+        (lambda: setattr(block, "act", Halves()), lambda: setattr(block, "act", act)),
+        (lambda: setattr(block, "first", None), lambda: setattr(block, "first", nn.Linear(6, 6))),
+        (lambda: setattr(block, "forward", lambda x: x), lambda: delattr(block, "forward")),
+    ):
+        assert branch_of(block) is not None
+        changed()
+        assert branch_of(block) is None
+        undone()
+    assert branch_of(block) is not None
+    Mine.forward.__code__ = scaled.__code__  # as notebooks do that reload
+    assert branch_of(block) is None
+
+
+def test_a_block_that_was_looked_at_is_not_kept() -> None:
+    block = Block()
+    block.first.parent = [block]  # type: ignore[assignment]
+    assert branch_of(block) is not None
+    gone = weakref.ref(block)
+    del block
+    gc.collect()
+    assert gone() is None

@@ -7,7 +7,8 @@
 A step of form "relu" runs f alone and forms the sum and the relu itself. That is right only if the block does nothing else. So the
 code of its forward is run on stand-ins for the block and for x, which note the calls of submodules and raise on everything else.
 The code finds no global names and no built-in functions, so it can do nothing but that: no other code runs, nothing is computed, and
-nothing is left behind. A block of any other kind runs as it is.
+nothing is left behind, but what was looked up: while that is the same, the next step does not look again. A block of any other kind runs
+as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +97,12 @@ def branch_of(block: nn.Module, cls: type[nn.Module] | None = None) -> Branch | 
     >>> torch.equal(torch.relu(x + f(block, x)), block(x))
     True
     """
-    value = _traced(block, cls or type(block))
+    cls = cls or type(block)
+    known = _known.get(block)
+    if known is None or known.cls is not cls or not known.holds(block):
+        value, seen = _traced(block, cls)
+        known = _known[block] = _Trace(cls, value, seen)
+    value = known.value
     if value is None or not value.__last__:
         return None
     calls, how = value.__calls__, value.__how__
@@ -124,13 +131,53 @@ def _branch(calls: tuple[str, ...], how: str) -> Branch:
     return branch
 
 
-def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
-    """What forward(x) returns, if that is all that it does."""
+_MISSING = object()
+
+
+def _looked_up(block: nn.Module, cls: type[Any], name: str) -> tuple[Any, Any]:
+    """What a block has under a name: a method of its class, with its code; or what is no method."""
+    of_class = getattr(cls, name, _MISSING)
+    if isinstance(of_class, FunctionType) and name not in block.__dict__:
+        return of_class, of_class.__code__
+    return _MISSING, getattr(block, name) if of_class is _MISSING else _MISSING
+
+
+class _Trace:
+    """What the forward of a block was seen to return, and what it looked up for that: it holds while that is the same.
+
+    Submodules are held weakly: they may lead to the block, which is to go when nobody else has it.
+    """
+
+    def __init__(self, cls: type[Any], value: _Value | None, seen: dict[str, tuple[Any, Any]]) -> None:
+        self.cls = cls
+        self.value = value
+        self.seen = {
+            name: (method, ref(other) if isinstance(other, nn.Module) else other)
+            for name, (method, other) in seen.items()
+        }
+
+    def holds(self, block: nn.Module) -> bool:
+        for name, (method, other) in self.seen.items():
+            was = other() if isinstance(other, ref) else other
+            gone = was is None and other is not None
+            now, part = _looked_up(block, self.cls, name)
+            if gone or now is not method or part is not was:
+                return False
+            if isinstance(part, nn.Identity) and not is_plain(part, nn.Identity):
+                return False
+        return self.value is not None  # a block that is no such block is looked at again
+
+
+_known: WeakKeyDictionary[nn.Module, _Trace] = WeakKeyDictionary()
+
+
+def _traced(block: nn.Module, cls: type[Any]) -> tuple[_Value | None, dict[str, tuple[Any, Any]]]:
+    """What forward(x) returns, if that is all that it does, and what it looks up."""
+    seen: dict[str, tuple[Any, Any]] = {}
     if cls.__getattribute__ is not object.__getattribute__ or cls.__getattr__ is not nn.Module.__getattr__:
-        return None
+        return None, seen
     called: list[str] = []
     parts: dict[nn.Module, _StandIn] = {}
-    missing = object()
 
     def call(name: str, same: bool, value: Any) -> _Value:
         if not isinstance(value, _Value) or value.__last__:
@@ -143,10 +190,9 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
         return _Value((*value.__calls__, name))
 
     def see(name: str) -> Any:
-        of_class = getattr(cls, name, missing)
-        if isinstance(of_class, FunctionType) and name not in block.__dict__:
-            return partial(_alone(of_class), this)
-        part = getattr(block, name) if of_class is missing else missing
+        method, part = seen[name] = _looked_up(block, cls, name)
+        if method is not _MISSING:
+            return partial(_alone(method), this)
         if part is None:
             return None
         if not isinstance(part, nn.Module):
@@ -158,9 +204,9 @@ def _traced(block: nn.Module, cls: type[Any]) -> _Value | None:
     try:
         value = see("forward")(_Value())
     except Exception:  # whatever code raises that finds nothing of what it needs
-        return None
+        return None, seen
     whole = isinstance(value, _Value) and called == [*value.__calls__, *filter(None, [value.__last__])]
-    return value if whole else None
+    return (value if whole else None), seen
 
 
 def _alone(function: FunctionType) -> FunctionType:
@@ -185,7 +231,7 @@ def _only_reads(module: Any) -> bool:
         return True
     if is_plain(module, nn.Sequential):
         return len(module) > 0 and _only_reads(module[0])
-    value = _traced(module, type(module)) if is_plain(module, type(module)) else None
+    value = _traced(module, type(module))[0] if is_plain(module, type(module)) else None
     return value is not None and bool(value.__calls__) and _only_reads(getattr(module, value.__calls__[0]))
 
 
