@@ -7,8 +7,8 @@
 A step of form "relu" runs f alone and forms the sum and the relu itself. That is right only if the block does nothing else. So the
 code of its forward is run on stand-ins for the block and for x, which note the calls of submodules and raise on everything else.
 The code finds no global names and no built-in functions, so it can do nothing but that: no other code runs, nothing is computed, and
-nothing is left behind, but what was looked up: while that is the same, the next step does not look again. A block of any other kind runs
-as it is.
+nothing is left behind but what the code looked up. While that is the same, the next step does not run it again. A block of any other
+kind runs as it is.
 """
 
 from __future__ import annotations
