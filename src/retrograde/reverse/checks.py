@@ -62,7 +62,6 @@ class Checks:
 
     def first_run(self, k: int, call: Call, x: Tensor) -> FirstRun:
         """Block k is about to be run on x for the first time."""
-        self.names[k] = call.name
         return FirstRun(self, k, call, x)
 
     def compare(self, k: int, saved: list[Tensor], y: Any) -> None:
@@ -119,41 +118,8 @@ class Checks:
         for t, (shape, strides, dtype, pick) in zip(saved, self.saved[k], strict=True):
             if pick is not None:
                 same = t.dtype is dtype and t.shape == shape and t.stride() == strides
-                found.add(t, pick, same or dense(t))  # else somebody else's memory might be read
-        found.end(y)
-
-
-class FirstRun:
-    """What a block saves in its first run, shown one after another. None of it is kept, so that it is freed as it would be."""
-
-    def __init__(self, checks: Checks, k: int, call: Call, x: Tensor) -> None:
-        self.checks = checks
-        self.k = k
-        self.call = call
-        self.x = x
-        self.kind = (x.shape, x.stride(), x.dtype)
-        self.expected: list[Saved] = call.parts.fingerprints.get(self.kind, [])
-        self.saved: list[Saved] = []
-        self.picker: Picker | None = None
-        self.found = Fingerprint(checks, checks.slots[k], 1)
-
-    def add(self, t: Tensor) -> None:
-        """The block has saved this."""
-        at = len(self.saved)
-        one = self.expected[at] if at < len(self.expected) else None
-        if one is None or t.dtype is not one[2] or t.shape != one[0] or t.stride() != one[1]:
-            self.expected = []  # it goes another way than the last time
-            self.picker = self.picker or Picker(self.call, self.x)
-            one = t.shape, t.stride(), t.dtype, self.picker.pick(t)
-        self.saved.append(one)
-        if one[3] is not None:
-            self.found.add(t, one[3], True)
-
-    def end(self, y: Any) -> bool:
-        """It has run, and returned y; whether its replay is to give that, too."""
-        self.found.end(y)
-        self.checks.saved[self.k] = self.call.parts.fingerprints[self.kind] = self.saved
-        return self.checks.strict
+                found.hash(t, pick, same or dense(t))  # else somebody else's memory might be read
+        found.close(y)
 
 
 class Fingerprint:
@@ -166,7 +132,7 @@ class Fingerprint:
         self.count = 0
         self.samples: dict[torch.dtype, list[Tensor]] = {}
 
-    def add(self, t: Tensor, pick: Picked, as_picked: bool) -> None:
+    def hash(self, t: Tensor, pick: Picked, as_picked: bool) -> None:
         """`as_picked`: it lies in memory as it did when it was picked, or without gaps."""
         t = t if type(t) is Tensor else local(t)
         size, strides = pick
@@ -182,13 +148,46 @@ class Fingerprint:
             self.samples.setdefault(t.dtype, []).append(t.clone() if t.device.type == "cpu" else t)
         self.count += 1
 
-    def end(self, y: Any) -> None:
+    def close(self, y: Any) -> None:
         """`y`: the block's output."""
         if self.checks.strict and isinstance(y, Tensor) and not undefined(y):
             digest(local(y), self.into, self.count, self.sign)
         for seed, some in enumerate(self.samples.values(), self.count):
             self.checks.digest(torch.cat(some), self.into, seed, self.sign)
         self.samples.clear()
+
+
+class FirstRun(Fingerprint):
+    """What a block saves in its first run, shown one after another. None of it is kept, so that it is freed as it would be."""
+
+    def __init__(self, checks: Checks, k: int, call: Call, x: Tensor) -> None:
+        super().__init__(checks, checks.slots[k], 1)
+        checks.names[k] = call.name
+        self.k = k
+        self.call = call
+        self.x = x
+        self.kind = (x.shape, x.stride(), x.dtype)
+        self.expected: list[Saved] = call.parts.fingerprints.get(self.kind, [])
+        self.saved: list[Saved] = []
+        self.picker: Picker | None = None
+
+    def add(self, t: Tensor) -> None:
+        """The block has saved this."""
+        at = len(self.saved)
+        one = self.expected[at] if at < len(self.expected) else None
+        if one is None or t.dtype is not one[2] or t.shape != one[0] or t.stride() != one[1]:
+            self.expected = []  # it goes another way than the last time
+            self.picker = self.picker or Picker(self.call, self.x)
+            one = t.shape, t.stride(), t.dtype, self.picker.pick(t)
+        self.saved.append(one)
+        if one[3] is not None:
+            self.hash(t, one[3], True)
+
+    def end(self, y: Any) -> bool:
+        """It has run, and returned y; whether its replay is to give that, too."""
+        self.close(y)
+        self.checks.saved[self.k] = self.call.parts.fingerprints[self.kind] = self.saved
+        return self.checks.strict
 
 
 _NOT_REWOUND = (
