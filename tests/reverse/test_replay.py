@@ -184,3 +184,34 @@ def test_the_setting_comes_back_with_the_end_of_the_graph() -> None:
     loss.backward()
     del loss, run, state
     assert torch._C._is_multithreading_enabled()
+
+
+class Force(nn.Module):
+    """f(x) = −∇E(x), a gradient taken inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("gamma", [0, 0.9])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_gradient_taken_inside_a_block_leaves_what_autocast_has_cast(gamma: float, autocast: bool) -> None:
+    """What the block has saved is made again there. Weights cast before it are cast once for both of their uses."""
+    found = []
+    for memory in ("store", "checkpoint", *(["reverse"] if gamma else [])):
+        torch.manual_seed(0)
+        twice = Mlp()
+        net = rg.MomentumNet([twice, Force(), twice], gamma=gamma, memory=memory)
+        x = torch.randn(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = net(x)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -21,9 +21,8 @@ MOST_BITS = 107
 _FEW = {torch.int16: 3, torch.int32: 11, torch.int64: 24}
 """Binary digits of the largest |x₀| below which a pass is said to be coarse. For 32-bit integers: what TF32 has."""
 
-_FEW_OF_CHANNELS = {torch.int16: 7, torch.int32: 9, torch.int64: 9}
-"""Binary digits, guard digits included, of a tenth of the channels, below which their gradients lose whole percents; with 16
-bits, more of them."""
+_LOST_OF_CHANNELS = {torch.int16: 2.0**-5, torch.int32: 0.001, torch.int64: 0.001}
+"""The share of their gradients that a tenth of the channels may lose, held to few binary digits, without a word."""
 _RATIO_OF_CHANNELS = 6
 """Channels that differ by fewer bits in size are not what makes digits few: the whole input is small beside what follows."""
 
@@ -105,8 +104,8 @@ def check_resolution(peak: float, fixed: FixedPoint) -> None:
         )
 
 
-def check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> None:
-    """Warn where small channels of the input have few digits, because others are large or the fixed point was given so."""
+def check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> bool:
+    """Warn where small channels of the input have few digits, because others are large or the fixed point was given so; whether so."""
     for dim in sorted({1, x0.dim() - 1}) if x0.dim() > 1 and x0.numel() else ():
         others = [k for k in range(x0.dim()) if k != dim]
         sizes = x0.detach().to(fixed.work).square().mean(others).sqrt().sort().values
@@ -115,13 +114,14 @@ def check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> None:
             continue
         small, large = (float(sizes[k]) for k in (len(sizes) // 10, -1))
         digits, most = (math.log2(size) + fixed.bits + fixed.guard for size in (small, large))
-        if digits < _FEW_OF_CHANNELS[fixed.dtype] and (given or most - digits > _RATIO_OF_CHANNELS):
-            off = 100 * min(4 * 2.0**-digits, 1)
+        lost = min(4 * 2.0**-digits, 1)
+        if lost >= _LOST_OF_CHANNELS[fixed.dtype] and (given or most - digits > _RATIO_OF_CHANNELS):
             warnings.warn(
                 f"channels of x (dimension {dim}) are {small:.2g} in size, beside others of {large:.2g}: with {fixed.bits} fraction "
                 f"bits and {fixed.guard} guard bits they are held to {max(int(digits), 0)} binary digits, and their gradients are off "
-                f"by about {off:.2g} %. Bring the channels to one scale, give more fraction bits, or take wider integers (float64, "
+                f"by about {100 * lost:.2g} %. Bring the channels to one scale, give more fraction bits, or take wider integers (float64, "
                 "or without 'int16').",
                 stacklevel=2,
             )
-            return
+            return True
+    return False

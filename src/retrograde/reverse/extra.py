@@ -85,11 +85,14 @@ class Surroundings:
             map(torch.Generator.set_state, self.others, states),
         )
 
-    def exchanged(self, places: Places) -> tuple[Iterator[Any], Iterator[Any]]:
-        """The calls by which all is as it was, with generators at these places, and those by which it is as it is now."""
+    def exchanged(self, places: Places, casts: bool) -> tuple[Iterator[Any], Iterator[Any]]:
+        """The calls by which all is as it was, with generators at these places, and those by which it is as it is now.
+
+        `casts`: whether what autocast has cast is let go of then.
+        """
         now = autocast_state(self.device)
         then, put_back = self.putting(places), self.putting(self.places())
-        put_back = chain(starmap(torch.clear_autocast_cache, [()]), put_back)
+        put_back = chain(starmap(torch.clear_autocast_cache, [()] if casts else []), put_back)
         if now != self.autocast:
             then = chain(then, starmap(torch.autocast_increment_nesting, [()]), autocast_put(self.autocast))
             put_back = chain(autocast_put(now), starmap(torch.autocast_decrement_nesting, [()]), put_back)

@@ -152,6 +152,7 @@ class Range:
         self.noted: dict[tuple[torch.dtype, bool], tuple[Any, ...]] = {}  # by which values which was found
         self.deferred = Deferred()
         self.looked = set[FixedPoint]()  # those in which the channels were looked at
+        self.told = False  # whether that they are held coarsely was warned of: once
 
     @property
     def now(self) -> FixedPoint | str:
@@ -196,9 +197,9 @@ class Range:
         seen.restart = partial(
             self.begin, rows=rows, training=training, overflow=overflow, most_guard=most_guard, stepwise=True
         )
-        if seen.looks and fixed not in self.looked:
+        if seen.looks and fixed not in self.looked and not self.told:
             self.looked.add(fixed)
-            check_channels(x0, fixed, given)
+            self.told = check_channels(x0, fixed, given)
         return seen
 
     def _for_input(

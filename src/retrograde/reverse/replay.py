@@ -95,7 +95,7 @@ class Call:
         self.recorded = torch.is_grad_enabled()
         torch.get_num_threads()  # NOTE 6
         before = x._version
-        self.writes = True  # for all that is known before it has run
+        self.writes = self.running = True  # whether it writes to x is not known before it has run
         try:
             _push_hooks(pack, unpack)
             with Undrawn() if self.surroundings.capturing else nullcontext():
@@ -109,6 +109,7 @@ class Call:
             ) from error
         finally:
             _pop_hooks()
+            self.running = False
         self.writes = x._version != before
         if list(map(version, self.watched)) != self.versions:
             self._refuse_change("{} changed a parameter, a buffer or an extra input while it ran")
@@ -157,7 +158,7 @@ class Call:
         if self.containers is not None:
             args, kwargs, attributes = self.containers.fresh()
         exchange, put_back = self.parts.exchanged(grad, attributes)
-        surround, leave = self.surroundings.exchanged(self.places)
+        surround, leave = self.surroundings.exchanged(self.places, casts=not self.running)
         before = chain(exchange, surround, map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]))
         after = chain(starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), leave)
         torch.get_num_threads()  # NOTE 6
@@ -171,9 +172,7 @@ class Call:
         finally:
             all_at_once(after)
         if list(map(version, saved)) != versions:
-            raise ReplayError(
-                f"{self.name} changed a tensor in place that autograd had saved for a gradient. Use the operation that is not in place."
-            )
+            raise ReplayError(f"{self.name} changed a tensor in place that autograd had saved. Change a copy instead.")
         return y.detach() if isinstance(y, Tensor) else y
 
     def _refuse_change(self, problem: str) -> None:
