@@ -119,8 +119,8 @@ def check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> bool:
             warnings.warn(
                 f"channels of x (dimension {dim}) are {small:.2g} in size, beside others of {large:.2g}: with {fixed.bits} fraction "
                 f"bits and {fixed.guard} guard bits they are held to {max(int(digits), 0)} binary digits, and their gradients are off "
-                f"by about {100 * lost:.2g} %. Bring the channels to one scale, give more fraction bits, or take wider integers (float64, "
-                "or without 'int16').",
+                f"by about {100 * lost:.2g} %. Bring the channels to one scale, give more fraction bits, or take wider integers "
+                "(float64, or without 'int16').",
                 stacklevel=2,
             )
             return True
