@@ -30,6 +30,15 @@ KEPT: tuple[Plan, ...] = ("checkpoint", (0, DEPTH - 2))
 """Those that a residual network has, too."""
 
 
+class Event:
+    """Of an accelerator that is done: a `Deferred` with such events waits for values as on one."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
 class Lstm(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()

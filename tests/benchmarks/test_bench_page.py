@@ -1,8 +1,6 @@
 """docs/benchmark.md says what the code computes and the results hold."""
 
-import gc
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,15 +12,6 @@ from retrograde_bench.cases import cases
 from retrograde_bench.methods import baselines
 from retrograde_bench.record import Row
 from retrograde_bench.show import aligned, lines
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    """Every measurement of memory collects garbage first: it need not look through all that PyTorch has imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_the_page_is_up_to_date() -> None:

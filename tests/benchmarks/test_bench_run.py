@@ -1,10 +1,8 @@
 """The runner, on the small twins of its cases: what it measures, what it records when a method fails, what it checks."""
 
 import dataclasses
-import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,6 @@ from retrograde_bench.notation import Ours, described, parsed
 from retrograde_bench.record import Row
 from retrograde_bench.runner import Options, run_case
 from retrograde_bench.step import Agreement, largest_batch, memory, training_step, zero_gradients
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    """Every measurement of memory collects garbage first: it need not look through all that PyTorch has imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 MODES = tuple(f"ours[memory={mode}]" for mode in ("reverse", "checkpoint", "store", "auto"))
 EAGER = ("plain", "checkpoint", "checkpoint-to-end", "checkpoint-sqrt", "selective", *MODES)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import retrograde as rg
 from retrograde.convert.convert import stages_of
 from retrograde.reverse.tape import Tape
+from ways import Event
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 REPLAYING = ["reverse", "checkpoint"]
@@ -239,12 +240,6 @@ def test_x_changed_between_blocks_behind_pytorchs_back_is_refused(
 def test_changes_are_told_of_an_accelerator_without_waiting() -> None:
     from retrograde.convert.next_x import Unseen
     from retrograde.reverse.deferred import Deferred
-
-    class Event:
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None: ...
 
     deferred = Deferred(event_on=lambda device: Event())
     x = [torch.randn(3, 70_000) for _ in range(3)]

@@ -21,16 +21,10 @@ from problems import assert_same_bits, train_step
 from retrograde.convert.convert import stages_of
 from retrograde.nets.coupling import CouplingNet
 from retrograde.reverse.deferred import Deferred
+from ways import Event
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass was held to")
 RAN_AGAIN = pytest.mark.filterwarnings("ignore:stage .* left its range")
-
-
-class Event:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
 
 
 def waited_for(model: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ from retrograde.reverse.extra import Extra
 from retrograde.reverse.forward import Pass
 from retrograde.reverse.momentum import Momentum
 from retrograde.reverse.widening import shifted, unshifted
-from ways import assert_equal, begun
+from ways import Event, assert_equal, begun
 
 COARSE = pytest.mark.filterwarnings("ignore:the input of this pass")
 """It does not matter here: f is of one size, whatever x is."""
@@ -374,13 +374,6 @@ def test_evaluation_goes_with_training_and_each_has_its_range(converted: bool) -
 
 
 # where values are known later ------------------------------------------------------------------------------------------
-
-
-class Event:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
 
 
 def later(net: rg.MomentumNet, x: Tensor) -> Tensor:
