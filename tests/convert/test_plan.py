@@ -100,7 +100,7 @@ SHALLOW = ["encoder of 6", "transformers Bert", "timm mixer", "transformers T5"]
 @pytest.mark.parametrize("name", [*MEASURED, "resnet", "timm vit_tiny", *SHALLOW])
 def test_auto_is_never_above_checkpoint(name: str) -> None:
     plan = planned(name)
-    slack = 1.08 if name in SHALLOW else 1.0  # a copy of the stage's input and a second gradient, beside very little
+    slack = 1.07 if name in SHALLOW else 1.0  # a copy of the stage's input and a second gradient, beside very little
     bits = 0
     if name == "resnet":  # too few blocks for reversal: one bit an element and block beside their inputs
         assert {row.form for row in plan.stages} == {"relu"}
