@@ -38,6 +38,11 @@ def averaging(in_place: bool) -> list[nn.Module]:
     return several(lambda: Own(body, mean=torch.zeros(12)))
 
 
+def functional_norm(block: Own, x: Tensor) -> Tensor:
+    y = torch.nn.functional.batch_norm(block.inner(x), block.mean, block.var, training=True)
+    return block.outer(y * (1 + block.mean.tanh()))
+
+
 def observed(block: Own, x: Tensor) -> Tensor:
     y = block.f(x)
     block.largest.copy_(torch.maximum(0.9 * block.largest, y.detach().abs().max()))
@@ -130,6 +135,10 @@ class State(Theme):
     def buffer_updated(self) -> Found:
         """an EMA buffer that forward updates in place and uses"""
         return self.step(averaging(in_place=True))
+
+    def statistics_of_functional_batchnorm(self) -> Found:
+        """a block's own statistics, moved by F.batch_norm and used"""
+        return self.step(several(lambda: Own(functional_norm, mean=torch.zeros(12), var=torch.ones(12))), batch(6))
 
     def spectral_norm(self) -> Found:
         """spectral norm in training: power iteration moves its vectors"""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..reverse.parts import version
+from ..reverse.changes import version
 from .next_x import Unseen, same
 
 _IN_PLACE = {Tensor.__iadd__, Tensor.add_}

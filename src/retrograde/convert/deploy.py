@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..nets import floats
 from ..nets.coupling import CouplingNet
 from ..nets.momentum import MomentumNet
-from ..reverse.parts import version
+from ..reverse.changes import version
 from ..reverse.range import holders
 from . import block as blocks
 from .schedule import unschedule

@@ -23,10 +23,10 @@ from torch import Tensor
 from ..arithmetic.kernels import digest
 from ..errors import ReplayError
 from ..memory.budget import Observer
+from ..reverse.changes import version
 from ..reverse.deferred import Deferred
 from ..reverse.fingerprint import spread
 from ..reverse.forward import Pass
-from ..reverse.parts import version
 
 SAMPLE, APART = 1024, 509
 """So many elements are compared at least, and one of so many in a row: a change to that many neighbours is always found."""

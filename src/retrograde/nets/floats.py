@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic.squeeze import squeeze
-from ..reverse.parts import version
+from ..reverse.changes import version
 from ..reverse.residual import Residual
 from .checks import check_halves
 

@@ -132,7 +132,7 @@ class Again:
         """The block that was noted last has run, and its step is taken."""
         last = self.runs[-1]
         last.x = weakref.ref(run.x)
-        last.parts.writes = list(map(written, last.parts.watched)) != last.versions
+        last.parts.writes = list(map(written, last.parts.watched)) != last.versions or last.parts.replaced()
         if last.parts.writes:  # to a parameter, or to a buffer that is no running statistic
             run.look_back(repeatable=False)
 

@@ -3,6 +3,8 @@
 Lists and dictionaries that a block is given, or that are its own (a list of losses), are copied before its first run: a
 replay is given them as they were, and what it puts into them is dropped. Running statistics of normalisation layers,
 on which the output does not depend, are told from buffers that it may depend on: a replay writes them to scratch memory.
+Other buffers that a block moves (a spectral norm's vectors, moving averages, counters) are copied before its first run: a
+replay finds their values of then, and what it writes to them is dropped.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from ..errors import ReplayError
+from .cuda import capturing
 
 if TYPE_CHECKING:
     from .parts import Parts
@@ -24,6 +30,11 @@ if TYPE_CHECKING:
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 all_at_once = deque[Any](maxlen=0).extend
 """Runs an iterator to its end in one call into C. No signal comes in between where each of its steps is one, too."""
+
+
+def version(x: Tensor) -> int:
+    """How often x was written to; of tensors of inference mode that is not counted."""
+    return 0 if x.is_inference() else x._version
 
 
 def copied(value: Any, copies: dict[int, Any], tensors: list[Tensor] | None = None, inside: bool = False) -> Any:
@@ -117,3 +128,58 @@ def scratch(statistics: Tensor | None, shared: bool) -> Tensor | None:
 @lru_cache(maxsize=64)
 def _scratch_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether values are known, and are others."""
+    return type(a) is Tensor and not a.is_meta and not capturing(a) and not torch.equal(a, b)
+
+
+class Buffers:
+    """A block's buffers, running statistics aside, as they were before its first run; those that it moves are copied.
+
+    Which ones move is seen in the first run of all, for which all are copied: by their values, since `F.batch_norm` writes in a way
+    that PyTorch does not count.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        every = [(of, name, b) for of, own in parts.buffers for name, b in own.items()]
+        self.before = [(of, name, b) for of, name, b in every if b is not None and not is_lazy(b)]
+        self.versions = [version(b) for _, _, b in self.before]
+        known = parts.moving
+        self.copies = {(id(of), n): b.clone() for of, n, b in self.before if known is None or (id(of), n) in known}
+
+    def ran(self, name: str) -> None:
+        """The block has run: keep the copies of what it has moved.
+
+        Raises:
+            ReplayError: if it moved one that it had not moved before, so that there is no copy.
+        """
+        known = self.parts.moving
+        states = zip(self.before, self.versions, strict=True)
+        moved = {(id(of), n): n for (of, n, b), was in states if of.get(n) is not b or version(b) != was}
+        if known is None:
+            moved |= {(id(of), n): n for of, n, b in self.before if differ(b, self.copies[id(of), n])}
+        self.parts.moving = moved.keys() | (known or set())
+        unknown = next((n for place, n in moved.items() if place not in self.copies), None)
+        if unknown is not None:
+            raise ReplayError(
+                f"{name} changed its buffer {unknown!r}, which it had not done before, so there is no copy of its value. In the next "
+                "step there is one: skip this step, or use memory='store'."
+            )
+        self.copies = {place: b for place, b in self.copies.items() if place in self.parts.moving}
+
+    def check(self, name: str) -> None:
+        """Raise if one that the block does not move was written to after its run."""
+        for (of, n, b), was in zip(self.before, self.versions, strict=True):
+            if version(b) != was and (id(of), n) not in self.copies:
+                raise ReplayError(
+                    f"the buffer {n!r} of {name} was changed after its forward pass, so the block cannot be run again as it was. "
+                    "Change it before the forward or after the backward pass, or use memory='store'."
+                )
+
+    def fresh(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Dictionaries of buffers, and what a replay is to find in them."""
+        moved = [(of, n, self.copies[id(of), n]) for of, n, _ in self.before if (id(of), n) in self.copies]
+        return [(of, {n: b.clone()}) for of, n, b in moved]

@@ -24,11 +24,6 @@ _MODULE = frozenset(vars(nn.Module()))
 written = attrgetter("_version")
 
 
-def version(x: Tensor) -> int:
-    """How often x was written to; of tensors of inference mode that is not counted."""
-    return 0 if x.is_inference() else x._version
-
-
 class Parts:
     """The parts of a block as they are now."""
 
@@ -52,9 +47,13 @@ class Parts:
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
         self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]
         self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        tensors = [*self.parameters, *(b for _, own in self.buffers for b in own.values() if b is not None)]
-        self.settled = not any(map(is_lazy, tensors))
-        self.watched = [t for t in tensors if not is_lazy(t) and not t.is_inference()]
+        buffers = [b for _, own in self.buffers for b in own.values() if b is not None]
+        self.settled = not any(map(is_lazy, (*self.parameters, *buffers)))
+        self.constant = [p for p in self.parameters if not is_lazy(p) and not p.is_inference()]
+        self.watched = [*self.constant, *(b for b in buffers if not is_lazy(b) and not b.is_inference())]
+        self.moving: set[tuple[int, str]] | None = (
+            None  # buffers that a run moves, by dictionary and name; None: not known yet
+        )
         self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
         self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
@@ -62,7 +61,13 @@ class Parts:
         """How often the running statistics have been written to; None where that is not counted."""
         return list(map(written, self.running)) if self.counted else None
 
-    def exchanged(self, fresh: bool, attributes: list[dict[str, Any]]) -> tuple[Iterator[Any], Iterator[Any]]:
+    def replaced(self) -> bool:
+        """Whether another buffer stands where there was one."""
+        return any(own.get(name) is not b for own, before in self.buffers for name, b in before.items())
+
+    def exchanged(
+        self, fresh: bool, attributes: list[dict[str, Any]], buffers: list[tuple[dict[str, Any], dict[str, Any]]]
+    ) -> tuple[Iterator[Any], Iterator[Any]]:
         """The calls that put what a replay is to find into the modules, and those that put back what was there.
 
         Running statistics are written to scratch memory. What was exchanged since these parts were noted (modes,
@@ -71,6 +76,7 @@ class Parts:
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
             attributes: containers of the modules, as `Containers.fresh` returned them.
+            buffers: dictionaries of buffers, and those that a run moves, as `Buffers.fresh` returned them.
         """
         own: list[dict[str, Any]] = [of for of, _ in self.statistics]
         replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
@@ -81,6 +87,8 @@ class Parts:
             before = [*modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]
             replay += [was for _, was in before]
+        own += [of for of, _ in buffers]
+        replay += [values for _, values in buffers]
         if attributes:
             own += [vars(self.modules[k]) for k, names in self.noted if names]
             replay += attributes
@@ -121,6 +129,8 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     if known is not None and known.root() is root and known.unchanged():
         return known
     parts = Parts(() if root is None else tuple(block.modules()))
+    if known is not None and known.root() is root and known.training == parts.training:
+        parts.moving = known.moving  # they are other parts because a run has replaced a buffer
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import ReplayError
-from .changes import Containers, all_at_once
+from .changes import Buffers, Containers, all_at_once
 from .cuda import Undrawn
 from .extra import Extra, shared
 from .heap import give_back
@@ -80,7 +80,7 @@ class Call:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
         self.args = extra.args
         self.kwargs = extra.kwargs
-        self.watched = [*self.parts.watched, *extra.watched] if extra.watched else self.parts.watched
+        self.watched = [*self.parts.constant, *extra.watched] if extra.watched else self.parts.constant
         self.containers = None
         if extra.contains or self.parts.holds:
             self.containers = Containers(self.parts, extra.args, extra.kwargs)
@@ -88,6 +88,7 @@ class Call:
             self.kwargs = {}
             self.watched = [*self.watched, *self.containers.tensors]
         self.versions = list(map(version, self.watched))
+        self.buffers = Buffers(self.parts)
         self.dtypes = [p.dtype for p in self.parts.parameters[:1]]
         self.surroundings = extra.surroundings(x)
         self.places = self.places or shared(self.surroundings.places())
@@ -112,10 +113,8 @@ class Call:
             self.running = False
         self.writes = x._version != before
         if list(map(version, self.watched)) != self.versions:
-            self._refuse_change("{} changed a parameter, a buffer or an extra input while it ran")
-        replaced = [name for own, before in self.parts.buffers for name, b in before.items() if own.get(name) is not b]
-        if replaced:
-            raise ReplayError(f"{self.name} replaced its buffer {replaced[0]!r} while it ran. {_ADVICE}")
+            self._refuse_change("{} changed a parameter or an extra input while it ran")
+        self.buffers.ran(self.name)
         return y
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
@@ -126,7 +125,8 @@ class Call:
             wanted: stop, without an output, at this number of them.
         """
         if list(map(version, self.watched)) != self.versions:
-            self._refuse_change("a parameter, buffer or extra input of {} was changed after its forward pass")
+            self._refuse_change("a parameter or extra input of {} was changed after its forward pass")
+        self.buffers.check(self.name)
         dtypes = [p.dtype for p in self.parts.parameters[:1]]  # `model.half()` changes them, and no version
         if dtypes != self.dtypes:
             raise ReplayError(
@@ -157,7 +157,7 @@ class Call:
         attributes: list[dict[str, Any]] = []
         if self.containers is not None:
             args, kwargs, attributes = self.containers.fresh()
-        exchange, put_back = self.parts.exchanged(grad, attributes)
+        exchange, put_back = self.parts.exchanged(grad, attributes, self.buffers.fresh())
         surround, leave = self.surroundings.exchanged(self.places, casts=not self.running)
         before = chain(exchange, surround, map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]))
         after = chain(starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), leave)
