@@ -169,9 +169,11 @@ def vit() -> tuple[nn.Module, Any]:
 
 
 def llama() -> tuple[nn.Module, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from retrograde.extras import require
 
-    config = LlamaConfig(
+    transformers = require("transformers")
+
+    config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -179,7 +181,7 @@ def llama() -> tuple[nn.Module, Any]:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return LlamaForCausalLM(config), {"input_ids": torch.randint(0, 64, (2, 9)), "use_cache": False}
+    return transformers.LlamaForCausalLM(config), {"input_ids": torch.randint(0, 64, (2, 9)), "use_cache": False}
 
 
 class OwnLoop(nn.Module):
