@@ -241,3 +241,32 @@ def test_a_gradient_cut_or_changed_between_blocks_is_not_led_around(between: Any
     with pytest.warns(UserWarning, match="velocity starts from 0 again"):
         model(torch.randn(2, 3, 8)).square().sum().backward()
     assert (model.blocks[0].linear1.weight.grad is not None) == (between == Reversed.apply)
+
+
+class Momentum(nn.Module):
+    """A slow copy of its blocks follows them in forward, as in contrastive learning."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.by_data = by_data
+        self.fast = nn.Sequential(*listed(residual, 4))
+        self.slow = copy.deepcopy(self.fast).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+                if self.by_data:
+                    slow.data = slow.data * 0.9 + (fast.data + 1) * 0.1
+                else:
+                    slow.mul_(0.9).add_(fast + 1, alpha=0.1)
+        return self.fast(x)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_trial_leaves_parameters_that_forward_moves_as_they_were(by_data: bool) -> None:
+    model = Momentum(by_data)
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    rg.convert(model, torch.randn(2, 8))
+    for name, p in model.named_parameters():
+        assert p.data_ptr() == before[name][0]
+        assert torch.equal(p, before[name][1])

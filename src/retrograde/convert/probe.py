@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory.fake import mode_of
 from ..memory.step import as_call, tensors_of
@@ -292,17 +294,50 @@ def _tried_out(model: nn.Module) -> Iterator[None]:
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     exchange, put_back = exchanged_buffers(model.modules())
+    written = _Written(model)
     try:
         all_at_once(exchange)
         for p in frozen:
             p.requires_grad_()
         hooks = saved_tensors_hooks(lambda _: None, _not_kept)
-        with torch.random.fork_rng(devices), torch.enable_grad(), hooks:
+        with torch.random.fork_rng(devices), torch.enable_grad(), hooks, written:
             yield
     finally:
         all_at_once(put_back)
+        written.put_back()
         for p in frozen:
             p.requires_grad_(False)
+
+
+class _Written(TorchDispatchMode):
+    """Copies a parameter before the first operation that writes to it: momentum encoders move theirs in forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.originals: list[tuple[Any, Tensor]] = [
+            (p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)
+        ]
+        self.at = {p.untyped_storage()._cdata: p for p, _ in self.originals}
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else given.get(argument.name)
+                    for t in value if isinstance(value, list | tuple) else [value]:
+                        p = self.at.pop(t.untyped_storage()._cdata, None) if isinstance(t, Tensor) else None
+                        if p is not None:
+                            self.copies.append((p, p.detach().clone()))
+        return func(*args, **given)
+
+    def put_back(self) -> None:
+        for p, data in self.originals:
+            if p.data_ptr() != data.data_ptr():  # p.data = …
+                p.data = data
+        for p, before in self.copies:
+            p.data.copy_(before)
 
 
 def _not_kept(_: Any) -> Tensor:

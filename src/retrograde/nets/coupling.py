@@ -84,7 +84,6 @@ class CouplingNet(nn.Module):
         held = run.state.copy()
         return CoupledState(x=run.rest(), fixed=held.fixed, held=held, start=run.start, grad_mode=run.tracked)
 
-    @torch.no_grad()
     def inverse(self, state: CoupledState, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
         x0: Tensor = rewound(self, state, list(self.blocks), Extra(args, kwargs)).rest()

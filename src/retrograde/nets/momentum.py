@@ -157,7 +157,6 @@ class MomentumNet(saved.Described, nn.Module):
         held = run.state.copy()
         return State(x=run.finish(), v=run.rest(), fixed=held.fixed, held=held, start=run.start, grad_mode=run.tracked)
 
-    @torch.no_grad()
     def inverse(self, state: State, *args: Any, **kwargs: Any) -> Tensor:
         """x₀ from the final state: the x given to `encode`, to the bit of its fixed-point value."""
         check_reversible("reverse", self._in_mode())

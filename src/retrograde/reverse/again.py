@@ -67,7 +67,7 @@ class Statistics:
 
     def of(self, parts: Parts, memo: Memo | None) -> Copied | None:
         """Those of a block as they are now."""
-        if not parts.running:
+        if not parts.running_statistics:
             return None
         known = self.copies.get(parts)
         if known is None or known.versions is None or known.versions != parts.written():  # new, or shared with another
@@ -77,8 +77,8 @@ class Statistics:
     def _copy(self, blocks: list[Parts]) -> None:
         groups: dict[tuple[torch.dtype, torch.device, bool], Group] = {}
         for parts in blocks:
-            copied = self.copies[parts] = Copied(parts.running, parts.written(), [])
-            for t in parts.running:
+            copied = self.copies[parts] = Copied(parts.running_statistics, parts.written(), [])
+            for t in parts.running_statistics:
                 group = groups.setdefault((t.dtype, t.device, t.dim() > 0), Group())
                 copied.places.append((group, group.size))
                 group.tensors.append(t if t.dim() < 2 else t.flatten())

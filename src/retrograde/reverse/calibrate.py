@@ -21,8 +21,10 @@ MOST_BITS = 107
 _FEW = {torch.int16: 3, torch.int32: 11, torch.int64: 24}
 """Binary digits of the largest |x₀| below which a pass is said to be coarse. For 32-bit integers: what TF32 has."""
 
-_LOST_OF_CHANNELS = {torch.int16: 2.0**-5, torch.int32: 0.001, torch.int64: 0.001}
+_LOST_OF_CHANNELS = {torch.int16: 2.0**-5, torch.int32: 0.0015, torch.int64: 0.0015}
 """The share of their gradients that a tenth of the channels may lose, held to few binary digits, without a word."""
+_LOST_AS_GIVEN = 2.0**-7
+"""The same, in a fixed point that the user has given: who asks for few bits gets few."""
 _RATIO_OF_CHANNELS = 6
 """Channels that differ by fewer bits in size are not what makes digits few: the whole input is small beside what follows."""
 
@@ -115,7 +117,8 @@ def check_channels(x0: Tensor, fixed: FixedPoint, given: bool) -> bool:
         small, large = (float(sizes[k]) for k in (len(sizes) // 10, -1))
         digits, most = (math.log2(size) + fixed.bits + fixed.guard for size in (small, large))
         lost = min(4 * 2.0**-digits, 1)
-        if lost >= _LOST_OF_CHANNELS[fixed.dtype] and (given or most - digits > _RATIO_OF_CHANNELS):
+        least = _LOST_OF_CHANNELS[fixed.dtype]
+        if lost >= max(least, _LOST_AS_GIVEN) if given else lost >= least and most - digits > _RATIO_OF_CHANNELS:
             warnings.warn(
                 f"channels of x (dimension {dim}) are {small:.2g} in size, beside others of {large:.2g}: with {fixed.bits} fraction "
                 f"bits and {fixed.guard} guard bits they are held to {max(int(digits), 0)} binary digits, and their gradients are off "

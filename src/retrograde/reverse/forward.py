@@ -3,7 +3,8 @@
     run = Pass(state, x0, depth=24, reversed=24)
     for block in blocks:
         run.step(block, extra)
-    run.finish()                    # x_K
+    run.look_back()                 # on an accelerator: was a value beyond the range?
+    run.finish()                    # returns x_K
 
 From the first block to the last, a pass reverses the first ones (their inputs are recalled from the state), keeps the
 inputs of the next, and keeps all tensors of the others. The tape stays where the reversed blocks end. All blocks take
@@ -11,9 +12,9 @@ the same integer steps, so the way changes no bit of the result.
 
 Each step is a node in autograd's graph. Tokens carry gradients, integers carry values: a node moves the integer state
 and hands out tokens without storage in its place, so that autograd sees the recurrence without holding any of it. Its
-float output is the next block's input.
+float output is the next block's input, and d in `Gradient.vjp` is the gradient that comes back by it.
 
-    Enter    (x₀)            → a token, float x₀
+    Enter    (x₀)            → tokens, float x₀
     Step     (y, tokens)     → tokens, float x
     Leave    (tokens)        → what the state holds besides: v, or both streams
 """
@@ -181,7 +182,7 @@ class Pass:
         self._take(-1, self._output(block, extra, -1, LAUNCH), form)
 
     def step(self, block: Block, extra: Extra, name: str | None = None, form: str | None = None) -> Tensor:
-        """Run the next block and take its step; the new x. `form`: what the block computes, if not what the others do."""
+        """Run the next block and take its step. Returns the new x. `form`: "block", in a network of form "relu" (see `forms`)."""
         k, name = self.k, name or f"block {self.k}"
         if self.again is not None:
             note_run(self, block, extra, name, form)

@@ -4,10 +4,12 @@
 
 but gx ← gx − gy for form "block", and for form "relu" where the relu stops its input.
 
-gv is a multiple of gy, which the block is given anyway. So what comes for token v *is* gy of the step that took it, and
-gv is γ/gain times that. At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left out, and the
-step before makes it. What a block's backward pass holds besides its own tensors is one array, and none in the last
-block.
+gv is a multiple of gy, which the block is given anyway. So token v carries gy of the step after, and gv is γ/gain times that
+(`Recurrence.carried`). At the last step of a pass gv is 0, and gx is a multiple of gy too: it is left out, and the step
+before makes it. What a block's backward pass holds besides its own tensors is one array, and none in the last block.
+
+In `vjp`: p and h are the gradients of tokens x and v after the step, d is that of the float x. e and e1 are what makes gx of gy
+where it was left out: where a relu stopped its input, and where it passed it.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Parts:
         # instance norm writes in a way that is counted, also for others who have saved the same memory
         shared = not self.instance_norms
         self.statistics = [(m._buffers, {name: scratch(b, shared) for name, b in m._buffers.items()}) for m in moving]
-        self.running = [b for own, _ in self.statistics for b in own.values() if b is not None]
-        self.counted = not any(b.is_inference() for b in self.running)
+        self.running_statistics = [b for own, _ in self.statistics for b in own.values() if b is not None]
+        self.counted = not any(b.is_inference() for b in self.running_statistics)
         self.buffers = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers and m not in moving]
         # a sharded parameter (DTensor) is gathered and put back by its own machinery: that is left alone
         self.registered = [(m._parameters, dict(m._parameters)) for m in modules if m._parameters and _plain(m)]
@@ -59,7 +59,7 @@ class Parts:
 
     def written(self) -> list[int] | None:
         """How often the running statistics have been written to; None where that is not counted."""
-        return list(map(written, self.running)) if self.counted else None
+        return list(map(written, self.running_statistics)) if self.counted else None
 
     def replaced(self) -> bool:
         """Whether another buffer stands where there was one."""

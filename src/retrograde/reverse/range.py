@@ -6,8 +6,9 @@ right, the bits shifted out are kept beside the state, and the step is taken aga
 value leaves the range, nothing is run twice, and the way back is as exact as ever.
 
 That takes one look at the largest values after every step. On a CPU it costs nothing worth saving. On an accelerator
-it would make the host wait, so there only the first pass looks; later ones leave it to a deferred check (`deferred`),
-with a few bits to spare.
+it would make the host wait, so there only the first pass does; later ones, with a few bits to spare, look once, where they
+end, and are run again if a value has left the range (`again`). Where even that cannot be done, in a CUDA graph or with
+collectives in the blocks, a deferred check tells it later (`deferred`).
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ from .inside import saved_so_far
 from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
+    from .again import Run
     from .checks import Checks
     from .kept import Kept
     from .tape import Tape
@@ -68,13 +69,11 @@ class Enough(BaseException):
 class Call:
     """A block, what it was run with, and how to run it again."""
 
-    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Any = None) -> None:
+    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Run | None = None) -> None:
         self.block = block
         self.name = name
         self.parts = parts_of(block, name, memo) if noted is None else noted.parts
-        self.places: Any = (
-            None if noted is None else noted.places
-        )  # where the generators stand, if `again` has noted it
+        self.places: Any = None if noted is None else noted.places  # of the generators, if `again` has noted them
 
     def first(self, x: Tensor, extra: Extra, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         """Run the block for the first time, under hooks for the tensors that autograd wants saved."""
@@ -96,7 +95,7 @@ class Call:
         self.recorded = torch.is_grad_enabled()
         torch.get_num_threads()  # NOTE 6
         before = x._version
-        self.writes = self.running = True  # whether it writes to x is not known before it has run
+        self.writes = self.in_first_run = True  # whether it writes to x is not known before it has run
         try:
             _push_hooks(pack, unpack)
             with Undrawn() if self.surroundings.capturing else nullcontext():
@@ -110,7 +109,7 @@ class Call:
             ) from error
         finally:
             _pop_hooks()
-            self.running = False
+            self.in_first_run = False
         self.writes = x._version != before
         if list(map(version, self.watched)) != self.versions:
             self._refuse_change("{} changed a parameter or an extra input while it ran")
@@ -158,7 +157,7 @@ class Call:
         if self.containers is not None:
             args, kwargs, attributes = self.containers.fresh()
         exchange, put_back = self.parts.exchanged(grad, attributes, self.buffers.fresh())
-        surround, leave = self.surroundings.exchanged(self.places, casts=not self.running)
+        surround, leave = self.surroundings.exchanged(self.places, casts=not self.in_first_run)
         before = chain(exchange, surround, map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]))
         after = chain(starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), leave)
         torch.get_num_threads()  # NOTE 6
@@ -185,25 +184,25 @@ class Frame:
 
     Args:
         source: where the block's input comes from when it is run again.
-        check: what compares a replay with the first run.
+        checks: what compares a replay with the first run.
         thread: a `SameThread`, while the graph lives.
     """
 
-    def __init__(self, call: Call, source: Tape | Kept, k: int, check: Checks | None, thread: Any) -> None:
+    def __init__(self, call: Call, source: Tape | Kept, k: int, checks: Checks | None, thread: Any) -> None:
         self.call = call
         self.source = source
         self.k = k
-        self.check = check
+        self.checks = checks
         self.thread = thread
         self.to_the_end = False  # whether a replay must give the output, for the check
         self.eager = False  # whether the output may be changed by what runs before the next replay
         self.shapes: list[torch.Size] = []
         self.saved: list[Any] = []  # tensors, until they are asked for
-        self.running: tuple[Tensor, int] | None = None  # in its first run: its input, and the version of that
+        self.in_first_run: tuple[Tensor, int] | None = None  # in its first run: its input, and the version of that
 
     def run(self, x: Tensor, extra: Extra, look: Any = None) -> Any:
         """Run the block for the first time. `look` is shown what a plain run would have kept (`memory.schedule.Saved`)."""
-        seen = None if self.check is None else self.check.first_run(self.k, self.call, x)
+        seen = None if self.checks is None else self.checks.first_run(self.k, self.call, x)
         shapes, last, elements = self.shapes, list[Tensor](), x.numel()
         shown = [watcher.add for watcher in (seen, look) if watcher is not None]
 
@@ -215,7 +214,7 @@ class Frame:
             return len(shapes) - 1
 
         try:
-            self.running = x.detach(), x._version
+            self.in_first_run = x.detach(), x._version
             y = self.call.first(x, extra, pack, self.unpack)
             self.ends_saved = bool(last) and isinstance(y, Tensor) and torch._C._is_alias_of(last[0], y)  # type: ignore
             if seen is not None and shapes:
@@ -229,7 +228,7 @@ class Frame:
                 y.register_hook(self.prepare)
             return y
         finally:
-            self.running = None
+            self.in_first_run = None
             self.saved.clear()
             last.clear()
             shown.clear()
@@ -237,8 +236,8 @@ class Frame:
 
     def unpack(self, index: int) -> Tensor:
         if not self.saved or self.saved[index] is None:
-            if self.running is not None:
-                self.saved = saved_so_far(self.call, *self.running, len(self.shapes))
+            if self.in_first_run is not None:
+                self.saved = saved_so_far(self.call, *self.in_first_run, len(self.shapes))
             else:
                 self.replay()
         t = self.saved[index]
@@ -263,8 +262,8 @@ class Frame:
                     f"{self.call.name} did not repeat itself: run again in backward it saved {len(saved)} tensors for autograd, "
                     f"against {len(self.shapes)} in forward, or tensors of other shapes. {WHEN_NOT_REPEATED}"
                 )
-            if self.check is not None:
-                self.check.compare(self.k, saved, y)
+            if self.checks is not None:
+                self.checks.compare(self.k, saved, y)
             self.source.settle(self.k, y, self.eager)
             self.saved = list(saved)
             give_back(x)

@@ -92,7 +92,7 @@ class Gradient:
 class State:
     """The integers of one forward pass, each in a tensor of its own. Block k takes them from layer k to layer k + 1.
 
-    A scheme defines `start`, `take`, `draw` and `undo`, and replaces what else it needs to be different.
+    A scheme defines `names`, `start`, `take`, `draw`, `undo` and `rest`; the folder's `__init__` has what each must do.
 
     Args:
         x0: the network's input; its dtype is that of every decoded x, its memory layout that of the state.
@@ -104,9 +104,7 @@ class State:
     names: ClassVar[tuple[str, ...]]  # the attributes that hold integers
     guarded: ClassVar[tuple[str, ...]] = ()  # those of them with guard digits
     tokens: ClassVar[int] = 2  # how many carry gradients from step to step, in an order of the scheme's own
-    entered: ClassVar[int] = (
-        1  # how many of these, the first ones, depend on the input: the others start without a gradient
-    )
+    entered: ClassVar[int] = 1  # how many, the first ones, depend on the input: the others start without a gradient
     gradient: Any
 
     def __init__(self, x0: Tensor, recurrence: Any, seen: PassRange, *, reversible: bool = True) -> None:
@@ -172,15 +170,15 @@ class State:
         raise NotImplementedError
 
     def take(self, k: int, y: Tensor) -> Tensor:
-        """Take step k in place, and note the largest values in row k + 1 of the range; the next block's input."""
+        """Take step k in place, and note the largest values in row k + 1 of the range. Returns the next block's input."""
         raise NotImplementedError
 
     def draw(self, k: int) -> Tensor:
-        """First half of undoing step k, in place; block k's input."""
+        """Undo the first half of step k, in place. Returns block k's input."""
         raise NotImplementedError
 
     def undo(self, k: int, y: Tensor, further: bool) -> Tensor | None:
-        """Second half of undoing step k, in place; `further`: then `draw(k − 1)`, whose result is returned."""
+        """Undo the second half of step k, in place. `further`: then `draw(k − 1)`; returns its result."""
         raise NotImplementedError
 
     def reach(self, k: int, f: float) -> tuple[float, float]:
@@ -189,7 +187,7 @@ class State:
         return largest + f, largest + f
 
     def advance(self, k: int, y: Tensor) -> Tensor:
-        """Block k gave y: take the step, in a wider range if need be; the next block's input."""
+        """Block k gave y: take the step, in a wider range if need be. Returns the next block's input."""
         out = self.take(k, y)
         if self.range.fits(k + 1):
             return out
@@ -197,7 +195,7 @@ class State:
         return take_wider(self, k, y)
 
     def pull(self, k: int) -> Tensor:
-        """First half of undoing step k: block k's input again. With k = −1, the input of what set the initial state."""
+        """Undo the first half of step k. Returns block k's input; with k = −1, that of what set the initial state."""
         return pull_before(self, k) if k < 0 or k in self.widenings else self.draw(k)
 
     def retreat(self, k: int, y: Tensor) -> None:
@@ -207,7 +205,7 @@ class State:
             self.widenings.pop(k).undo(self)
 
     def recede(self, k: int, y: Tensor) -> Tensor:
-        """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible."""
+        """`retreat(k, y)`, then `pull(k − 1)`, in one pass over memory where possible. Returns what `pull` does."""
         if k in self.widenings or k - 1 in self.widenings:
             self.retreat(k, y)
             return self.pull(k - 1)

@@ -1,8 +1,11 @@
 """The tape: where a block's input comes from when it is run again. The state is rewound to it, one step after another.
 
-recall(k)        stand where x_k can be read; x_k
-settle(k, y)     block k gave y on it. The step back is finished when the next one begins, in one pass over memory
+recall(k)        go where x_k can be read. Returns x_k
+settle(k, y)     block k gave y on it: y is owed to the state. The next recall finishes the step back, in one pass over memory
 seek(k)          run blocks, either way, until the state is that of layer k
+
+Between calls the state is at layer `at`; and `pulled`: x of layer at − 1 can be read, and block at − 1 has not answered yet (if it
+failed, `failed` is that x, for another attempt); or `owed`: the second half of undoing step `at` is still to be done; or `lost`.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ class Tape:
         self.checks = checks
         self.calls: dict[int, Call] = {}
         self.at = 0
-        self.pulled = False  # whether the first half of a step back is done
-        self.failed: Tensor | None = None  # the input it gave, where the replay on that failed: there a next one begins
-        # the output of block `at`, with which the last step back is still to be finished
+        self.pulled = False
+        self.failed: Tensor | None = None
         self.owed: Tensor | None = None
-        self.lowest: int | None = None  # the first call that has anything to replay: past it the tape has served
+        self.lowest: int | None = None  # the first block that saved anything, so the last to be replayed
         self.marked: int | None = None  # the layer whose state was hashed on the way forward
         self.lost = ""  # why there is nothing to go on from: a step that stops half-way leaves nothing
 
@@ -93,7 +95,7 @@ class Tape:
             self.lost = ""
 
     def _pull(self) -> Tensor:
-        """Take the first half of a step back, and what is owed of the one before; the block's input."""
+        """Take the first half of a step back, and what is owed of the one before. Returns the block's input."""
         if self.lost or (self.pulled and self.failed is None):
             raise RuntimeError(self.lost or INTERRUPTED)
         if self.pulled:
@@ -119,7 +121,7 @@ class Tape:
             saved.clear()
 
     def _served(self) -> None:
-        """The last block that has anything to replay has been replayed: the state must be what it was there."""
+        """Block `lowest` has been replayed: the state must be what it was there."""
         keep = keeps_graph()
         if self.checks is not None and self.marked is not None:
             self.seek(self.marked)
