@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from .changes import CONTAINERS, has_statistics, scratch
+from .changes import CONTAINERS, Buffers, has_statistics, scratch
 
 _training = attrgetter("training")
 _MODULE = frozenset(vars(nn.Module()))
@@ -66,7 +66,7 @@ class Parts:
         return any(own.get(name) is not b for own, before in self.buffers for name, b in before.items())
 
     def exchanged(
-        self, fresh: bool, attributes: list[dict[str, Any]], buffers: list[tuple[dict[str, Any], dict[str, Any]]]
+        self, fresh: bool, attributes: list[dict[str, Any]], buffers: Buffers | None
     ) -> tuple[Iterator[Any], Iterator[Any]]:
         """The calls that put what a replay is to find into the modules, and those that put back what was there.
 
@@ -76,7 +76,7 @@ class Parts:
         Args:
             fresh: scratch memory of its own, for a graph of the backward pass keeps it.
             attributes: containers of the modules, as `Containers.fresh` returned them.
-            buffers: dictionaries of buffers, and those that a run moves, as `Buffers.fresh` returned them.
+            buffers: those that a run moves, as they were before it.
         """
         own: list[dict[str, Any]] = [of for of, _ in self.statistics]
         replay: list[dict[str, Any]] = [scratch for _, scratch in self.statistics]
@@ -87,8 +87,10 @@ class Parts:
             before = [*modes, *self.buffers, *self.registered]
             own += [of for of, _ in before]
             replay += [was for _, was in before]
-        own += [of for of, _ in buffers]
-        replay += [values for _, values in buffers]
+        if buffers is not None:
+            moved = buffers.fresh()
+            own += [of for of, _ in moved]
+            replay += [values for _, values in moved]
         if attributes:
             own += [vars(self.modules[k]) for k, names in self.noted if names]
             replay += attributes

@@ -46,7 +46,6 @@ from .inside import saved_so_far
 from .parts import Memo, parts_of
 
 if TYPE_CHECKING:
-    from .again import Run
     from .checks import Checks
     from .kept import Kept
     from .tape import Tape
@@ -69,7 +68,7 @@ class Enough(BaseException):
 class Call:
     """A block, what it was run with, and how to run it again."""
 
-    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Run | None = None) -> None:
+    def __init__(self, block: Any, name: str, memo: Memo | None = None, noted: Any = None) -> None:
         self.block = block
         self.name = name
         self.parts = parts_of(block, name, memo) if noted is None else noted.parts
@@ -87,7 +86,7 @@ class Call:
             self.kwargs = {}
             self.watched = [*self.watched, *self.containers.tensors]
         self.versions = list(map(version, self.watched))
-        self.buffers = Buffers(self.parts)
+        self.buffers = Buffers(self.parts) if self.parts.buffers else None
         self.dtypes = [p.dtype for p in self.parts.parameters[:1]]
         self.surroundings = extra.surroundings(x)
         self.places = self.places or shared(self.surroundings.places())
@@ -113,7 +112,8 @@ class Call:
         self.writes = x._version != before
         if list(map(version, self.watched)) != self.versions:
             self._refuse_change("{} changed a parameter or an extra input while it ran")
-        self.buffers.ran(self.name)
+        if self.buffers is not None:
+            self.buffers.ran(self.name)
         return y
 
     def again(self, x: Tensor, saved: list[Tensor], wanted: int | None = None) -> Any:
@@ -125,7 +125,8 @@ class Call:
         """
         if list(map(version, self.watched)) != self.versions:
             self._refuse_change("a parameter or extra input of {} was changed after its forward pass")
-        self.buffers.check(self.name)
+        if self.buffers is not None:
+            self.buffers.check(self.name)
         dtypes = [p.dtype for p in self.parts.parameters[:1]]  # `model.half()` changes them, and no version
         if dtypes != self.dtypes:
             raise ReplayError(
@@ -156,7 +157,7 @@ class Call:
         attributes: list[dict[str, Any]] = []
         if self.containers is not None:
             args, kwargs, attributes = self.containers.fresh()
-        exchange, put_back = self.parts.exchanged(grad, attributes, self.buffers.fresh())
+        exchange, put_back = self.parts.exchanged(grad, attributes, self.buffers)
         surround, leave = self.surroundings.exchanged(self.places, casts=not self.in_first_run)
         before = chain(exchange, surround, map(_set_grad, [self.recorded]), map(_push_hooks, [pack], [unpack]))
         after = chain(starmap(_pop_hooks, [()]), put_back, map(_set_grad, [grad]), leave)

@@ -4,8 +4,8 @@ recall(k)        go where x_k can be read. Returns x_k
 settle(k, y)     block k gave y on it: y is owed to the state. The next recall finishes the step back, in one pass over memory
 seek(k)          run blocks, either way, until the state is that of layer k
 
-Between calls the state is at layer `at`; and `pulled`: x of layer at − 1 can be read, and block at − 1 has not answered yet (if it
-failed, `failed` is that x, for another attempt); or `owed`: the second half of undoing step `at` is still to be done; or `lost`.
+Between calls the state is at layer `at`; or `pulled`: x of layer at − 1 can be read, and its block has not answered yet (if it failed,
+`failed` is that x, for another attempt); or `owed`: the second half of undoing step `at` is still to be done; or `lost`.
 """
 
 from __future__ import annotations
