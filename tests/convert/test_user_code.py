@@ -251,9 +251,14 @@ class Momentum(nn.Module):
         self.by_data = by_data
         self.fast = nn.Sequential(*listed(residual, 4))
         self.slow = copy.deepcopy(self.fast).requires_grad_(False)
+        flat = torch.ones(6)
+        self.halves = nn.ParameterList([nn.Parameter(flat[:3]), nn.Parameter(flat[3:])])
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
+            self.halves[1].mul_(0.5)
+            self.halves[0].mul_(0.5)
+            torch.eye(3).to_sparse().mul_(2.0)
             for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
                 if self.by_data:
                     slow.data = slow.data * 0.9 + (fast.data + 1) * 0.1

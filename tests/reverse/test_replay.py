@@ -101,26 +101,69 @@ def moving(kind: str) -> nn.Module:
     return Moving(replaces=kind == "replaced")
 
 
+class Scaled(nn.Module):
+    """Scales by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("still", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.still
+
+
 def test_a_buffer_that_moves_for_the_first_time_later_is_refused_once() -> None:
-    block = Moving(replaces=False)
-    net = rg.MomentumNet([Mlp(), block], memory="reverse")
-    block.eval()
-    block.mean.requires_grad_(False)
-    net(torch.randn(3, 8)).sum().backward()
-    block.training = True  # as its modes say: they are other parts then, and all buffers are copied
-    net(torch.randn(3, 8)).sum().backward()
-    block.replaces, kept = True, block.still
-    block.register_forward_hook(lambda module, args, y: None if kept.add_(0.0) is kept else y)
+    scaled = Scaled()
+    net = rg.MomentumNet([Mlp(), nn.Sequential(Moving(replaces=False), scaled)], memory="reverse")
+    for training in (False, True):  # other parts, of which all buffers are copied
+        net.train(training)(torch.randn(3, 8)).sum().backward()
+    scaled.register_forward_pre_hook(lambda module, args: None if module.still.add_(0.5) is None else args)
     with pytest.raises(rg.ReplayError, match="block 1 changed its buffer 'still', which it had not done before"):
         net(torch.randn(3, 8))
     net(torch.randn(3, 8)).sum().backward()
 
 
 @pytest.mark.parametrize("memory", REPLAYING)
+@pytest.mark.parametrize("kind", ["a view", "an attribute", "two names"])
+def test_a_moved_buffer_with_another_name_is_refused(memory: str, kind: str) -> None:
+    """A replay finds its value of before by one name alone."""
+
+    class Named(Moving):
+        def __init__(self) -> None:
+            super().__init__(replaces=False)
+            if kind == "an attribute":
+                self.other = self.mean
+            else:
+                self.register_buffer("other", self.mean[:] if kind == "a view" else self.mean)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + self.other)
+
+    with pytest.raises(
+        rg.ReplayError, match="block 1 changed its buffer 'mean' while it ran, and that shares its memory"
+    ):
+        rg.MomentumNet([Mlp(), Named()], memory=memory)(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("memory", REPLAYING)
+def test_statistics_that_begin_to_move_with_a_counter_beside_them(memory: str) -> None:
+    """The first batch is zero, so that the running mean stays what it was; the counter moves."""
+    found = {}
+    for way in ("store", memory):
+        torch.manual_seed(0)
+        net = rg.MomentumNet([Mlp(), nn.Sequential(nn.Linear(8, 8, bias=False), Renorm(8))], memory=way,
+                             fixed_point=rg.FixedPoint(20, torch.int32))  # fmt: skip
+        for x in (torch.zeros(3, 8), torch.randn(3, 8), torch.randn(3, 8)):
+            net(x).square().sum().backward()
+        found[way] = [*net.buffers(), *(p.grad for p in net.parameters() if p.grad is not None)]
+    assert all(map(torch.equal, found["store"], found[memory]))
+
+
+@pytest.mark.parametrize("memory", REPLAYING)
 def test_a_buffer_that_is_written_to_between_forward_and_backward_is_refused(memory: str) -> None:
-    block = Moving(replaces=False)
-    y = rg.MomentumNet([Mlp(), block], memory=memory)(torch.randn(3, 8))
-    block.still.mul_(2)
+    scaled = Scaled()
+    y = rg.MomentumNet([Mlp(), nn.Sequential(Moving(replaces=False), scaled)], memory=memory)(torch.randn(3, 8))
+    scaled.still.mul_(2)
     with pytest.raises(rg.ReplayError, match="the buffer 'still' of block 1 was changed after its forward pass"):
         y.sum().backward()
 

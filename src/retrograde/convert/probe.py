@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..memory.fake import mode_of
 from ..memory.step import as_call, tensors_of
-from ..reverse.changes import all_at_once, exchanged_buffers
+from ..reverse.changes import all_at_once, exchanged_buffers, memory_of
 from .find import Finding, Left, Run, run_of
 
 Edge = tuple[Any, int]
@@ -317,7 +317,9 @@ class _Written(TorchDispatchMode):
         self.originals: list[tuple[Any, Tensor]] = [
             (p, p.data) for p in model.parameters() if type(p) is nn.Parameter and not is_lazy(p)
         ]
-        self.at = {p.untyped_storage()._cdata: p for p, _ in self.originals}
+        self.at: dict[int, list[Tensor]] = {}
+        for p, _ in self.originals:
+            self.at.setdefault(memory_of(p), []).append(p)
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -327,14 +329,14 @@ class _Written(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[place] if place < len(args) else given.get(argument.name)
                     for t in value if isinstance(value, list | tuple) else [value]:
-                        p = self.at.pop(t.untyped_storage()._cdata, None) if isinstance(t, Tensor) else None
-                        if p is not None:
-                            self.copies.append((p, p.detach().clone()))
+                        if isinstance(t, Tensor):
+                            written = self.at.pop(memory_of(t), ())
+                            self.copies += [(p, p.detach().clone()) for p in written]
         return func(*args, **given)
 
     def put_back(self) -> None:
         for p, data in self.originals:
-            if p.data_ptr() != data.data_ptr():  # p.data = …
+            if not p.is_set_to(data):  # p.data = …
                 p.data = data
         for p, before in self.copies:
             p.data.copy_(before)

@@ -132,7 +132,9 @@ class Again:
         """The block that was noted last has run, and its step is taken."""
         last = self.runs[-1]
         last.x = weakref.ref(run.x)
-        last.parts.writes = list(map(written, last.parts.watched)) != last.versions or last.parts.replaced()
+        last.parts.writes = (
+            list(map(written, last.parts.watched)) != last.versions or last.parts.replaced() or bool(last.parts.moving)
+        )
         if last.parts.writes:  # to a parameter, or to a buffer that is no running statistic
             run.look_back(repeatable=False)
 

@@ -9,7 +9,7 @@ replay finds their values of then, and what it writes to them is dropped.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import lru_cache
@@ -130,6 +130,11 @@ def _scratch_like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
+def memory_of(t: Tensor) -> int:
+    """By which tensors that share their memory are known."""
+    return t.untyped_storage()._cdata if t.layout is torch.strided and not t.is_mkldnn else id(t)
+
+
 def differ(a: Tensor, b: Tensor) -> bool:
     """Whether values are known, and are others."""
     return type(a) is Tensor and not a.is_meta and not capturing(a) and not torch.equal(a, b)
@@ -139,7 +144,7 @@ class Buffers:
     """A block's buffers, running statistics aside, as they were before its first run; those that it moves are copied.
 
     Which ones move is seen in the first run of all, for which all are copied: by their values, since `F.batch_norm` writes in a way
-    that PyTorch does not count.
+    that PyTorch does not count. If one of a module moves, all of that module are copied from then on.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -148,7 +153,7 @@ class Buffers:
         self.before = [(of, name, b) for of, name, b in every if b is not None and not is_lazy(b)]
         self.versions = [version(b) for _, _, b in self.before]
         known = parts.moving
-        self.copies = {(id(of), n): b.clone() for of, n, b in self.before if known is None or (id(of), n) in known}
+        self.copies = {(id(of), n): b.clone() for of, n, b in self.before if known is None or id(of) in known}
 
     def ran(self, name: str) -> None:
         """The block has run: keep the copies of what it has moved.
@@ -161,14 +166,33 @@ class Buffers:
         moved = {(id(of), n): n for (of, n, b), was in states if of.get(n) is not b or version(b) != was}
         if known is None:
             moved |= {(id(of), n): n for of, n, b in self.before if differ(b, self.copies[id(of), n])}
-        self.parts.moving = moved.keys() | (known or set())
+        moving = {of for of, _ in moved}
+        if not moving <= (known or set()):
+            self._refuse_shared(name, moved)
+        self.parts.moving = moving | (known or set())
         unknown = next((n for place, n in moved.items() if place not in self.copies), None)
         if unknown is not None:
             raise ReplayError(
                 f"{name} changed its buffer {unknown!r}, which it had not done before, so there is no copy of its value. In the next "
                 "step there is one: skip this step, or use memory='store'."
             )
-        self.copies = {place: b for place, b in self.copies.items() if place in self.parts.moving}
+        self.copies = {place: b for place, b in self.copies.items() if place[0] in self.parts.moving}
+
+    def _refuse_shared(self, name: str, moved: dict[tuple[int, str], str]) -> None:
+        """Raise if one that was written to shares its memory: a replay would find its value of before by one name alone."""
+        held = Counter(
+            memory_of(t)
+            for m in self.parts.modules
+            for t in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())
+            if isinstance(t, Tensor)
+        )
+        for of, n, b in self.before:
+            whole = b.layout is torch.strided and b.untyped_storage().nbytes() == b.numel() * b.element_size()
+            if (id(of), n) in moved and of.get(n) is b and (not whole or held[memory_of(b)] > 1):
+                raise ReplayError(
+                    f"{name} changed its buffer {n!r} while it ran, and that shares its memory with another tensor of the block. So "
+                    "the block cannot be run again as it was. Give each memory of its own, or use memory='store'."
+                )
 
     def check(self, name: str) -> None:
         """Raise if one that the block does not move was written to after its run."""

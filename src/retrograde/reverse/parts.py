@@ -51,9 +51,7 @@ class Parts:
         self.settled = not any(map(is_lazy, (*self.parameters, *buffers)))
         self.constant = [p for p in self.parameters if not is_lazy(p) and not p.is_inference()]
         self.watched = [*self.constant, *(b for b in buffers if not is_lazy(b) and not b.is_inference())]
-        self.moving: set[tuple[int, str]] | None = (
-            None  # buffers that a run moves, by dictionary and name; None: not known yet
-        )
+        self.moving: set[int] | None = None  # the ids of dictionaries of buffers that a run moves; None: not known yet
         self.training = list(map(_training, modules))  # no `__dict__` of the root: a converted block's leads back here
         self.fingerprints: dict[Any, list[Any]] = {}  # by what the block saves: which tensors are compared (`checks`)
 
@@ -131,8 +129,9 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     if known is not None and known.root() is root and known.unchanged():
         return known
     parts = Parts(() if root is None else tuple(block.modules()))
-    if known is not None and known.root() is root and known.training == parts.training:
-        parts.moving = known.moving  # they are other parts because a run has replaced a buffer
+    if known is not None and known.root() is root and list(map(id, known.inner)) == list(map(id, parts.inner)):
+        parts.writes = known.writes  # they are other parts because a mode or a buffer is another
+        parts.moving = known.moving if known.training == parts.training else None
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts
