@@ -89,6 +89,10 @@ output as it was; in checkpoint mode any such change. What neither compares: par
 by their versions); copies of running statistics; rows of bytes and single integers, in which libraries keep workspaces and
 places of generators; the noise of a random relu in eval mode, and the table of a CTC loss. What a Function keeps elsewhere,
 as an attribute of ctx, is the first run's and needs no replay.
+
+Known to be missed: a block that reads the running statistics of a BatchNorm of its own in training (`bn(x) * bn.running_var`)
+raises in reverse mode and is wrong in checkpoint mode; a buffer that is written to in a way PyTorch does not count (`.data`,
+`F.batch_norm` on it) for the first time after the first step, and a buffer that is deleted in forward, are not put back.
 """
 TRIED = """\
 ## What else was tried
