@@ -279,3 +279,38 @@ def test_the_input_is_let_go_of_where_the_pass_ends() -> None:
         gc.collect()
         assert seen() is None
         y.sum().backward()
+
+
+class Uncounted(nn.Module):
+    """Statistics of its own, moved in a way that PyTorch does not count, and used."""
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.size = nn.Linear(8, 8), 1.0
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.batch_norm(self.linear(x), self.mean, self.var, training=True)
+        return self.size * (y + self.mean)
+
+
+@COARSE
+@pytest.mark.parametrize("memory", ["store", "reverse", "checkpoint"])
+def test_statistics_that_are_moved_uncounted_move_once(memory: str) -> None:
+    """Such blocks are not run again: they are looked at step by step, from the second pass on."""
+    torch.manual_seed(0)
+    net = rg.MomentumNet([Uncounted() for _ in range(4)], gamma=0.9, memory=memory)
+    there = waited_for(net)
+    for size in (1.0, 1.0, 1e4, 1e4, 1.0, 1e6):
+        x = torch.randn(5, 8)
+        for each in (net, there):
+            for block in each.blocks:
+                block.size = size
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for a, b in zip(net.buffers(), there.buffers(), strict=True):
+            assert torch.equal(a, b)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RangeOverflow
-from .changes import CONTAINERS
+from .changes import CONTAINERS, differ
 from .extra import Extra, shared
 from .parts import Memo, Parts, parts_of, written
 
@@ -50,6 +50,8 @@ class Run:
         self.places = shared(self.surroundings.places())
         self.statistics = statistics
         self.versions = list(map(written, parts.watched))
+        unknown = parts.buffers if parts.writes is None and parts.settled else []
+        self.buffers = [(b, b.clone()) for _, own in unknown for b in own.values() if b is not None]
         self.x: Callable[[], Tensor | None] = lambda: None  # what was handed out after its step
 
     def renew(self, x: Tensor) -> None:
@@ -133,8 +135,12 @@ class Again:
         last = self.runs[-1]
         last.x = weakref.ref(run.x)
         last.parts.writes = (
-            list(map(written, last.parts.watched)) != last.versions or last.parts.replaced() or bool(last.parts.moving)
+            list(map(written, last.parts.watched)) != last.versions
+            or last.parts.replaced()
+            or bool(last.parts.moving)
+            or any(differ(b, before) for b, before in last.buffers)  # written to in a way that is not counted
         )
+        last.buffers = []
         if last.parts.writes:  # to a parameter, or to a buffer that is no running statistic
             run.look_back(repeatable=False)
 

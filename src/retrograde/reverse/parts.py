@@ -33,7 +33,9 @@ class Parts:
         self.views = [own.values() for m in modules for own in (m._parameters, m._buffers, m._modules)]
         own = [(k, vars(m)) for k, m in enumerate(modules) if not type(m).__module__.startswith("torch.")]
         self.noted = [(k, [n for n in of if n not in _MODULE and type(of[n]) in CONTAINERS]) for k, of in own]
-        self.writes = False  # to a parameter or a buffer that is no running statistic: what has been seen (`again`)
+        self.writes: bool | None = (
+            None  # to a parameter or a buffer, running statistics aside: what `again` has seen; None: nothing
+        )
         self.holds = any(names for _, names in self.noted)
         self.contents = self._contents()  # modes first
         moving = {m for m in modules if has_statistics(m)}
@@ -129,9 +131,10 @@ def parts_of(block: Any, name: str, memo: Memo | None) -> Parts:
     if known is not None and known.root() is root and known.unchanged():
         return known
     parts = Parts(() if root is None else tuple(block.modules()))
-    if known is not None and known.root() is root and list(map(id, known.inner)) == list(map(id, parts.inner)):
-        parts.writes = known.writes  # they are other parts because a mode or a buffer is another
-        parts.moving = known.moving if known.training == parts.training else None
+    same = known is not None and known.root() is root and list(map(id, known.inner)) == list(map(id, parts.inner))
+    if known is not None and same and known.training == parts.training:  # other parts because a buffer is another
+        parts.writes = known.writes
+        parts.moving = known.moving
     if memo is not None and parts.settled:
         memo[name] = parts
     return parts
